@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_dpx.commands import bench, doctor, plan, train, tune
+from lightning_dpx.commands.progress import done
 from lightning_dpx.errors import DPXError, UnsupportedError
 
 _SHELLS = ("bash", "zsh", "tcsh")
+_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 _COMPLETION = 'print a completion script; in ~/.bashrc: eval "$(dpx --print-completion bash)"'
 
 
@@ -28,7 +30,11 @@ class _PrintCompletion(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` (or the process's own) name; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="dpx", description="One process drives all your devices.")
+    parser = argparse.ArgumentParser(
+        prog="dpx",
+        description="One process drives all your devices.",
+        epilog="Exit status 0: done; 1: an error; 130: Ctrl-C; plan and tune add 2: it does not fit.",
+    )
     parser.add_argument("--print-completion", action=_PrintCompletion, choices=_SHELLS, help=_COMPLETION)
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in (train, plan, tune, bench, doctor):
@@ -40,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if others and not args.takes_more:
             parser.error(f"unrecognized arguments: {' '.join(others)}")
         return int(args.run(args, others))
+    except KeyboardInterrupt:
+        return _interrupted()
     except SystemExit as end:
+        # A Trainer catches Ctrl-C itself, and ends the program with the status of an error.
+        if _is_of_an_interrupt(end):
+            return _interrupted()
         if end.code == 2 and given[:1] in (
             ["plan"],
             ["tune"],
@@ -52,3 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"dpx: {error}{notes}", file=sys.stderr)
         return 1
+
+
+def _interrupted() -> int:
+    """Leaves a clean line to what the terminal shows next; the exit status."""
+    done()
+    print("dpx: interrupted", file=sys.stderr)
+    return _INTERRUPTED
+
+
+def _is_of_an_interrupt(end: BaseException) -> bool:
+    """Whether a program is ended because of Ctrl-C, perhaps by way of other errors."""
+    cause: BaseException | None = end
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

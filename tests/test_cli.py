@@ -1,10 +1,17 @@
 """The command line names its commands, and tells errors of this package in one line."""
 
+import os
+import pty
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_dpx.cli import main
+from tests.commands.test_plan import Shallow
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,3 +57,71 @@ def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 1
     assert "dpx: Completion needs shtab; pip install 'lightning-dpx[cli]'." in capsys.readouterr().err
+
+
+class InterruptedInAStep(Shallow):
+    """Ctrl-C comes while a Trainer runs, which catches it itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+
+class InterruptedInTheMaking(Shallow):
+    """Ctrl-C comes before there is a Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def _signals_as_before() -> Iterator[None]:
+    """A Trainer that was interrupted leaves the signal without effect."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+@pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize("model", ["InterruptedInAStep", "InterruptedInTheMaking"])
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_ctrl_c_ends_a_command_with_a_line_and_the_status_of_shells(command: str, model: str, capsys: Any) -> None:
+    arguments = ["--model", f"tests.test_cli.{model}", "--data", "tests.lightning.test_tuning.Rows", "--devices", "cpu"]
+    assert main([command, *arguments, "--no-plan-cache"]) == 130
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1] == "dpx: interrupted"
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("plan --config examples/digits.yaml --devices cpu --no-plan-cache", b"profiling a step"),
+        ("tune --config examples/digits.yaml --devices cpu --batch-sizes 64 --measure", b"training with batches"),
+        ("bench step --models tiny --devices 2", b"starting one device"),
+    ],
+)
+def test_ctrl_c_on_a_terminal_wipes_the_line_of_progress_away(arguments: str, shown: bytes) -> None:
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(Path(__file__).parents[1])
+        os.execv(sys.executable, [sys.executable, "-m", "lightning_dpx", *arguments.split()])
+    printed = b""
+    is_sent = False
+    while True:
+        try:
+            printed += os.read(terminal, 65536)
+        # What Linux says of a terminal that its program has left.
+        except OSError:
+            break
+        if shown in printed and not is_sent:
+            is_sent = True
+            os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    # After the key, as the terminal shows it, the line is overwritten by blanks, and nothing else comes.
+    assert printed.partition(b"^C")[2].split() == [b"dpx:", b"interrupted"]
+    assert b"Traceback" not in printed
