@@ -8,6 +8,7 @@ from typing import Any
 from lightning_dpx.commands import bench, doctor, plan, train, tune
 from lightning_dpx.commands.progress import done
 from lightning_dpx.errors import DPXError, UnsupportedError
+from lightning_dpx.lightning.lightning_api import MisconfigurationException
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
@@ -58,7 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):  # a parser's, of a bad argument or config: "does not fit" to others
             return 1
         raise
+    except MisconfigurationException as error:
+        # Of Lightning, such as a module without a loader or an accelerator that is not there.
+        done()
+        print(f"dpx: {error}", file=sys.stderr)
+        return 1
     except DPXError as error:
+        done()
         # What was noted on the error, such as where it happened, would be lost with the traceback.
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"dpx: {error}{notes}", file=sys.stderr)

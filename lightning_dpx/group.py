@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dpx.devices import canonical_device
+from lightning_dpx.devices import present_devices
 from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
@@ -85,7 +85,7 @@ class ReplicaGroup:
     ) -> None:
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
-        placed = [canonical_device(device) for device in devices]
+        placed = present_devices(devices)
         module.to(placed[0])
         # Before anything is named: parameters of the other group stand in the module from here on.
         existing = [] if shared_group is None else _existing(shared_group, placed)

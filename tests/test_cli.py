@@ -38,6 +38,20 @@ def test_an_error_of_this_package_is_a_line_and_a_status(capsys: pytest.CaptureF
     assert "Traceback" not in printed
 
 
+@pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_configuration_that_lightning_refuses_is_a_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "tests.commands.test_plan.Shallow", "--devices", "cpu"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("dpx: `train_dataloader` must be implemented")
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_a_command_without_a_model_says_how_to_name_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--devices", "2"]) == 1
+    assert capsys.readouterr().err.startswith("dpx: Nothing says what is trained: give --config FILE, or --model")
+
+
 def test_a_plan_s_arguments_that_are_wrong_are_not_taken_for_a_model_that_does_not_fit() -> None:
     assert main(["plan", "--budget"]) == 1
 

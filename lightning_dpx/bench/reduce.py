@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.bench.child import Child
-from lightning_dpx.devices import canonical_device, distinct_devices, has_nccl, is_host, synchronize
+from lightning_dpx.devices import distinct_devices, has_nccl, is_host, present_devices, synchronize
 from lightning_dpx.errors import BenchError
 from lightning_dpx.pictures import new_figure, save_figure
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_reducer
@@ -150,8 +150,9 @@ def compare_reductions(
 
     Raises:
         BenchError: a size is not known, or a process of the peer failed.
+        ConfigurationError: a device is not there.
     """
-    placed = [canonical_device(device) for device in devices]
+    placed = present_devices(devices)
     shapes = {size: shapes_of(size) for size in sizes}  # before processes start that will not ask
     backend = "nccl" if has_nccl(placed) else "gloo"
     progress(f"starting {len(placed)} processes for {PEER} ({backend})")

@@ -128,9 +128,10 @@ def measure_scale(
         progress: Told what happens next.
     """
     results: list[ScaleResult] = []
+    # Before the first backward of the process, which that of the replicas in line would be.
+    if "simulated" in where:
+        simulate(max(replicas))
     for kind in where:
-        if kind == "simulated":
-            simulate(max(replicas))
         for size in parameters:
             for count in replicas:
                 progress(f"{kind}: {size} parameters, {count} replicas")

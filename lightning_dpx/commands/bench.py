@@ -40,6 +40,7 @@ from lightning_dpx.bench import (
     plot_reductions,
 )
 from lightning_dpx.commands.progress import done, progress
+from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.simulate import is_built, simulate
@@ -49,9 +50,9 @@ def add_to(commands: Any) -> None:
     """Adds the command to ``dpx``."""
     benches = commands.add_parser("bench", help="measure this machine").add_subparsers(required=True, metavar="bench")
     step = benches.add_parser("step", help="a training step of one device, dpx and DDP (CPU)")
-    step.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    step.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    step.add_argument("--devices", type=_positive, default=4, help="replicas of dpx, processes of DDP")
+    step.add_argument("--models", nargs="+", choices=MODELS, help="default: all of them")
+    step.add_argument("--modes", nargs="+", choices=MODES, help="default: all of them")
+    step.add_argument("--devices", type=_positive, help="replicas of dpx, processes of DDP (default: 4)")
     step.add_argument("--rounds", type=_positive, default=5, help="turns of every job")
     step.add_argument(
         "--scale", nargs="*", type=_positive, metavar="PARAMETERS",
@@ -65,14 +66,14 @@ def add_to(commands: Any) -> None:
     reduce.add_argument("--devices", nargs="+", default=["cpu"] * 4, help="one per replica, for example cuda:0 cuda:1")
     reduce.add_argument("--rounds", type=_positive, default=9, help="turns of every contestant")
     reduce.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    reduce.add_argument("--plot", type=Path, metavar="FILE", help="also draw the bandwidths (PNG, SVG, PDF)")
+    reduce.add_argument("--plot", type=_picture, metavar="FILE", help="also draw the bandwidths (PNG, SVG, PDF)")
     reduce.set_defaults(run=_bench_reduce, takes_more=False)
     plan = benches.add_parser("plan", help="memory plans and other ways of checkpointing: peak and step time (CPU)")
     plan.add_argument("--models", nargs="+", choices=STAGED_MODELS, help="default: all of them")
     plan.add_argument(
         "--budgets",
         nargs="+",
-        type=float,
+        type=_share_above_zero,
         help=f"shares of the unplanned peak (default: {' '.join(map(str, BUDGETS))})",
     )
     plan.add_argument(
@@ -95,45 +96,89 @@ def add_to(commands: Any) -> None:
         "--compile-backend", default="inductor", metavar="NAME", help="what compiles (default: %(default)s)"
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="also draw time over memory (PNG, SVG, PDF)")
+    plan.add_argument("--plot", type=_picture, metavar="FILE", help="also draw time over memory (PNG, SVG, PDF)")
     plan.set_defaults(run=_bench_plan, takes_more=False)
 
 
 # argparse turns an ArgumentTypeError into its usual message with the name of the option.
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not allowed; give 1 or more")
-    return value
+    # Else its message would name this function.
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; give 1 or more")
+    return int(text)
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; give 0 to 1")
     return value
 
 
+def _share_above_zero(text: str) -> float:
+    value = _share(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; give more than 0 and at most 1")
+    return value
+
+
+def _picture(text: str) -> Path:
+    """The file of a picture, looked at before minutes are spent on what it shall show."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; name a .png, .svg or .pdf file")
+    # Refused, not made: a misspelled folder would take the result.
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: there is no folder {path.parent}")
+    return path
+
+
 def _bench_step(args: argparse.Namespace, _others: Sequence[str]) -> int:
     if args.scale is not None:
         return _bench_scale(args)
-    results = compare_steps(args.models, args.modes, args.devices, args.rounds, progress)
+    models = args.models or list(MODELS)
+    results = compare_steps(models, args.modes or list(MODES), args.devices or 4, args.rounds, progress)
     _report(args.json, [result.as_dict() for result in results], format_table(results))
     return 0
 
 
 def _bench_scale(args: argparse.Namespace) -> int:
+    """The table of how host time grows with the replicas.
+
+    Raises:
+        ConfigurationError: an option is given that has no meaning for it.
+    """
+    for option in ("models", "modes", "devices"):
+        # Refused instead of ignored: a table that leaves out what was asked for would mislead.
+        if getattr(args, option) is not None:
+            raise ConfigurationError(f"--{option} is for the bench's own models; leave it out with --scale.")
     where: list[Where] = ["inline"]
     # Compiling the backend takes a while, and a bench should not begin with it unasked.
     if is_built():
         where.append("simulated")
     sizes = args.scale or SCALE_PARAMETERS
-    results = measure_scale(sizes, where=where, rounds=args.rounds, progress=progress)
+    # It trains in this process, where Lightning would write between the lines of progress.
+    with quiet_lightning():
+        results = measure_scale(sizes, where=where, rounds=args.rounds, progress=progress)
     _report(args.json, [result.as_dict() for result in results], format_scale(results))
     return 0
 
 
+def _check_plot(args: argparse.Namespace) -> None:
+    """Whether what a picture needs is installed.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise UnsupportedError("Pictures need matplotlib; pip install 'lightning-dpx[plots]', or leave out --plot.")
+
+
 def _bench_reduce(args: argparse.Namespace, _others: Sequence[str]) -> int:
+    _check_plot(args)
     # Simulated devices must be there before the first backward of the process.
     if any(device.startswith("sim") for device in args.devices):
         simulate(16)
@@ -150,6 +195,7 @@ def _bench_plan(args: argparse.Namespace, _others: Sequence[str]) -> int:
         return _bench_zoo(args)
     if args.micro_batches:
         return _bench_micro_batches(args)
+    _check_plot(args)
     results = compare_plans(
         args.models or list(STAGED_MODELS),
         args.budgets or list(BUDGETS),

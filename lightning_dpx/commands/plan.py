@@ -145,7 +145,7 @@ def _settings(args: argparse.Namespace, cli: Any) -> Settings:
     chosen = look_up(cli, cli.config_init, "trainer.strategy")
     devices = args.devices or look_up(cli, cli.config, "trainer.devices")
     settings = settings_of(chosen, args.budget, devices, args.planner)
-    settings = replace(settings, cache=PlanCache(args.plan_cache, tell))
+    settings = replace(settings, cache=PlanCache(args.plan_cache, TellOnce()))
     if args.micro_batches is not None:
         settings = replace(settings, micro_batches=parse_number(args.micro_batches))
     return settings
@@ -155,6 +155,19 @@ def tell(text: str) -> None:
     """Says it on standard error, after what :func:`progress` says."""
     done()
     print(text, file=sys.stderr)
+
+
+class TellOnce:
+    """Says a sentence once, however many devices and batch sizes it is true of."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        """Says it, unless it was said before."""
+        if text not in self._said:
+            self._said.add(text)
+            tell(text)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_dpx.commands.plan import (
     NOT_NEEDED,
+    TellOnce,
     add_plan_cache,
     check_config,
     check_files,
@@ -207,7 +208,9 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     strategy = look_up(cli, cli.config_init, "trainer.strategy")
     devices = args.devices or look_up(cli, cli.config, "trainer.devices")
     settings = settings_of(strategy, args.budget, devices, args.planner)
-    settings = replace(settings, cache=PlanCache(args.plan_cache, tell), micro_batches=parse_number(args.micro_batches))
+    settings = replace(
+        settings, cache=PlanCache(args.plan_cache, TellOnce()), micro_batches=parse_number(args.micro_batches)
+    )
     cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
     options = TuneOptions(tuple(sizes)) if sizes else None
     with shown("tuning the batch size"):

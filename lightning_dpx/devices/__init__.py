@@ -14,7 +14,9 @@ from lightning_dpx.devices.identity import (
     device_context,
     distinct_devices,
     is_host,
+    named_devices,
     num_usable_cpus,
+    present_devices,
     spare_devices,
 )
 from lightning_dpx.devices.links import (
@@ -59,8 +61,10 @@ __all__ = [
     "is_host",
     "linked_groups",
     "moved",
+    "named_devices",
     "num_direct_links",
     "num_usable_cpus",
+    "present_devices",
     "reset_peak_memory",
     "seed_apart",
     "spare_devices",

@@ -30,6 +30,56 @@ def canonical_device(device: torch.device | str) -> torch.device:
     return device
 
 
+def named_devices(devices: Sequence[torch.device | str]) -> list[torch.device]:
+    """The devices that a user has named, which need not be there.
+
+    Raises:
+        ConfigurationError: it is no list, or what it has names no device.
+    """
+    # A text is a sequence, too, of letters.
+    if isinstance(devices, str | torch.device):
+        raise ConfigurationError(f"devices={str(devices)!r} is not allowed; give a list: [{str(devices)!r}].")
+    return [_named_device(name) for name in devices]
+
+
+def _named_device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    # torch lists its twenty device types, of which a user of this package needs three.
+    except (RuntimeError, TypeError) as error:
+        way_out = "give a type and an index, such as 'cuda:0', or 'cpu'"
+        # The type is known to torch only once there are such devices.
+        if str(name).partition(":")[0] == "sim":
+            way_out = "call lightning_dpx.simulate() first, which makes simulated devices"
+        raise ConfigurationError(f"{name!r} names no device here; {way_out}.") from error
+
+
+def present_devices(devices: Sequence[torch.device | str]) -> list[torch.device]:
+    """The devices that a user has named, as :func:`canonical_device` has them.
+
+    Raises:
+        ConfigurationError: it is no list, or one of them is no name of a device, or is not there.
+    """
+    found = []
+    for named in named_devices(devices):
+        device = canonical_device(named)
+        if not is_host(device):
+            _check_present(device)
+        found.append(device)
+    return found
+
+
+def _check_present(device: torch.device) -> None:
+    try:
+        count = torch.get_device_module(device).device_count()
+    except (AttributeError, RuntimeError) as error:
+        raise ConfigurationError(f"The device {str(device)!r} is not there: {error}") from error
+    if device.index is not None and device.index >= count:
+        raise ConfigurationError(
+            f"The device {str(device)!r} is not there: torch finds {count} of the type {device.type!r} on this machine."
+        )
+
+
 def is_host(device: torch.device) -> bool:
     """Whether ``device`` is the CPU, which has one memory and one random generator for all its replicas."""
     return device.type == "cpu"

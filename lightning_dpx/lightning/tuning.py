@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_dpx.devices import named_devices
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
@@ -264,6 +265,8 @@ def tune(
         >>> found.best.batch_size in (4, 8, 16)  # print(found) shows peaks and samples per second of all
         True
     """
+    if not devices:
+        raise ConfigurationError("devices is empty; give at least one device.")
     # Its hooks, loaders and precision are needed; none of what it would print or write is.
     trainer = Trainer(
         accelerator="cpu",
@@ -277,7 +280,7 @@ def tune(
         num_sanity_val_steps=0,
     )
     settings = Settings(
-        devices=tuple(torch.device(device) for device in devices),
+        devices=tuple(named_devices(devices)),
         budget=None if budget is None else parse_bytes("budget", budget),
         planner=planner,
         micro_batches=micro_batches,

@@ -1,5 +1,8 @@
 """Which device is meant."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -39,3 +42,37 @@ def test_spare_are_the_devices_of_the_same_kind_that_are_not_used(sim) -> None:
 def test_this_process_may_run_somewhere() -> None:
     assert devices.num_usable_cpus() >= 1
     assert "cpu" in devices.autocast_types()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["gpu"], "'gpu' names no device here; give a type and an index, such as 'cuda:0', or 'cpu'"),
+        ([None], "None names no device here"),
+        ("cpu", r"devices='cpu' is not allowed; give a list: \['cpu'\]"),
+        (torch.device("cpu"), r"devices='cpu' is not allowed; give a list"),
+        (["cpu", "cuda:98"], "The device 'cuda:98' is not there: torch finds \\d+ of the type 'cuda'"),
+        (["meta"], "The device 'meta.*' is not there"),
+    ],
+)
+def test_names_of_devices_that_are_wrong_are_told_without_torch_s_list(given: object, said: str) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=said):
+        dpx.ReplicaGroup(torch.nn.Linear(1, 1), given)
+    with pytest.raises(dpx.ConfigurationError, match=said):
+        devices.present_devices(given)
+
+
+def test_devices_that_are_only_named_need_not_be_there() -> None:
+    assert devices.named_devices(["cuda:98", "cpu"]) == [torch.device("cuda", 98), torch.device("cpu")]
+    assert devices.present_devices(["cpu:3"]) == [torch.device("cpu")]
+    with pytest.raises(dpx.ConfigurationError, match="'gpu' names no device"):
+        dpx.tune(torch.nn.Linear(1, 1), devices=["gpu"])
+    with pytest.raises(dpx.ConfigurationError, match="devices is empty"):
+        dpx.tune(torch.nn.Linear(1, 1), devices=[])
+
+
+@pytest.mark.slow
+def test_simulated_devices_that_are_not_made_yet_are_told_how() -> None:
+    program = "import lightning_dpx as dpx; from torch import nn; dpx.ReplicaGroup(nn.Linear(1, 1), ['sim:0'])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ConfigurationError: 'sim:0' names no device here; call lightning_dpx.simulate() first" in ended.stderr
