@@ -87,7 +87,7 @@ class GradientSums:
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
         self._replicas.state.set_owners(self._owners)
-        self.has_other_owners = any(self._owners)
+        self.has_other_owners: bool = any(self._owners)
         several_devices = len(self._reducer.distinct_devices) > 1
         # A reducer that overrides reduce() may return views of its buckets.
         self._sums_in_place = not several_devices and type(self._reducer).reduce is GradientReducer.reduce

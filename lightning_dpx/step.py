@@ -120,8 +120,8 @@ class TrainingStep:
     ) -> None:
         check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas = replicas
-        self.rules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
-        self.sums = GradientSums(replicas, reducer, communication_dtype, gradient_buckets, processes)
+        self.rules: MergeRules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
+        self.sums: GradientSums = GradientSums(replicas, reducer, communication_dtype, gradient_buckets, processes)
         self._rows = 0.0  # of this process, since gradients were last averaged over processes
         self._pending: list[Pending] = []
         self._active: list[Replica] = []

@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import lightning_dpx as dpx
 
 
@@ -53,3 +56,9 @@ def test_every_error_is_ours_and_a_built_in() -> None:
         assert issubclass(kind, ValueError)
     assert issubclass(dpx.UnsupportedError, NotImplementedError)
     assert issubclass(dpx.ReplicationError, TypeError)
+
+
+def test_what_type_checkers_read_from_outside_uses_every_public_name() -> None:
+    text = (Path(__file__).parent / "typed_use.py").read_text()
+    used = set(re.findall(r"\bdpx\.(\w+)", text))
+    assert set(dpx.__all__) <= used

@@ -19,11 +19,11 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
+        self.qkv: nn.Linear = nn.Linear(width, 3 * width)
+        self.out: nn.Linear = nn.Linear(width, width)
+        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.num_heads = num_heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,10 +39,10 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int = 256, width: int = 256, depth: int = 4, context: int = 128) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, 4) for _ in range(depth)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
+        self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
+        self.positions: nn.Embedding = nn.Embedding(context, width)
+        self.blocks: nn.Sequential = nn.Sequential(*(TransformerBlock(width, 4) for _ in range(depth)))
+        self.head: nn.Sequential = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -123,7 +123,7 @@ class BenchModule(LightningModule):
 
     def __init__(self, model: BenchModel) -> None:
         super().__init__()
-        self.net = model.build()
+        self.net: nn.Module = model.build()
         self._loss = model.loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ class ManyParameters(LightningModule):
         super().__init__()
         # A layer has two parameters, its weight and its bias.
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2)]
-        self.net = nn.Sequential(*layers)
+        self.net: nn.Sequential = nn.Sequential(*layers)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """A mean over the batch."""

@@ -73,13 +73,13 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float, *, causal: bool) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(dropout)
+        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
+        self.qkv: nn.Linear = nn.Linear(width, 3 * width)
+        self.out: nn.Linear = nn.Linear(width, width)
+        self.up: nn.Linear = nn.Linear(width, 4 * width)
+        self.down: nn.Linear = nn.Linear(4 * width, width)
+        self.drop: nn.Dropout = nn.Dropout(dropout)
         self.heads = heads
         self.causal = causal
 
@@ -97,7 +97,7 @@ class Chain(Staged):
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
         # Stages are modules, so that their parameters are found.
-        self.chain = nn.ModuleList(_Wrap(module) for module in modules)
+        self.chain: nn.ModuleList = nn.ModuleList(_Wrap(module) for module in modules)
 
     def stages(self, x: Tensor) -> list[Stage]:
         return list(self.chain)
@@ -108,7 +108,7 @@ class Patches(nn.Module):
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, width, size, stride=size)
+        self.conv: nn.Conv2d = nn.Conv2d(3, width, size, stride=size)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens: Tensor = self.conv(x).flatten(2).transpose(1, 2)
@@ -129,11 +129,11 @@ class UNet(Staged):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         sizes = [width * 2**level for level in range(depth)]
-        self.down = nn.ModuleList(_Double(i, o) for i, o in zip([3, *sizes], sizes, strict=False))
-        self.up = nn.ModuleList(
+        self.down: nn.ModuleList = nn.ModuleList(_Double(i, o) for i, o in zip([3, *sizes], sizes, strict=False))
+        self.up: nn.ModuleList = nn.ModuleList(
             _Double(deep + skip, skip) for deep, skip in zip(sizes[:0:-1], sizes[-2::-1], strict=True)
         )
-        self.out = nn.Conv2d(width, 2, 1)
+        self.out: nn.Conv2d = nn.Conv2d(width, 2, 1)
 
     def stages(self, x: Tensor) -> list[Stage]:
         # A function makes each lambda, so that it keeps its own module and not the last
@@ -155,7 +155,7 @@ class UnrolledLSTM(Staged):
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
         self.cell = nn.LSTMCell(inputs, hidden)
-        self.head = nn.Linear(hidden, 10)
+        self.head: nn.Linear = nn.Linear(hidden, 10)
         self.hidden = hidden
 
     def stages(self, x: Tensor) -> list[Stage]:

@@ -25,8 +25,8 @@ class _Library:
         return getattr(import_module(self._name), name)
 
 
-transformers = _Library("transformers")
-graphs = _Library("torch_geometric.nn")
+transformers: _Library = _Library("transformers")
+graphs: _Library = _Library("torch_geometric.nn")
 _IDS = 100
 _LENGTH = 48
 

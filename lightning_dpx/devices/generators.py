@@ -37,7 +37,7 @@ class RandomStates:
             return NotImplemented
         return all(map(torch.equal, self._all(), other._all()))
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: None = None  # type: ignore[assignment]
 
     def _all(self) -> list[torch.Tensor]:
         return [self._host, *(state for _, state in self._states)]

@@ -59,7 +59,7 @@ class LossGradient:
         self._session = session
         self._zeroed: frozenset[int] = frozenset()
         self._zeroed_of: tuple[int, ...] = ()
-        self.is_read_by_steps = names_gradients(session.module)
+        self.is_read_by_steps: bool = names_gradients(session.module)
 
     def expected(self) -> ExpectedGradient:
         """The gradient of the merged loss in the step that has begun."""

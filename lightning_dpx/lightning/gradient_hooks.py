@@ -39,7 +39,7 @@ class GradientHooks:
     """The hooks of one fit; there are none before :meth:`begin` and after :meth:`end`."""
 
     def __init__(self) -> None:
-        self.within_window = False
+        self.within_window: bool = False
         self._root_gradients: RootGradients | None = None
         self._replicas: ReplicaSet | None = None
 

@@ -20,6 +20,7 @@ from lightning_dpx.lightning.lifecycle import Lifecycle
 from lightning_dpx.lightning.lightning_api import (
     Accelerator,
     CheckpointIO,
+    ClusterEnvironment,
     ParallelStrategy,
     Precision,
     Strategy,
@@ -195,7 +196,7 @@ class HookedStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Where no launcher says otherwise, there is one process per node."""
         # The connector calls this right after it has set the environment and num_nodes.
-        self.cluster_environment = with_nodes(self.cluster_environment, self.num_nodes)
+        self.cluster_environment: ClusterEnvironment | None = with_nodes(self.cluster_environment, self.num_nodes)
 
     def announce(self, text: str) -> None:
         """Logs ``text`` on rank zero, once for each strategy object."""
@@ -400,7 +401,13 @@ class HookedStrategy(ParallelStrategy):
         self.lifecycle.enter_evaluation()
 
     # All evaluations begin alike: they read what training has left.
-    on_test_start = on_predict_start = on_validation_start
+    def on_test_start(self) -> None:
+        """Likewise."""
+        self.on_validation_start()
+
+    def on_predict_start(self) -> None:
+        """Likewise."""
+        self.on_validation_start()
 
     def before_evaluation_batch(self) -> None:
         """Several processes may be told to stop between two batches."""

@@ -36,7 +36,7 @@ class MicroBatchSteps:
         self._is_first = True  # batch
         # By hand a step runs its own backwards, all of them before training_step_end.
         in_two_passes = session.end_hook("training_step") is not None and session.module.automatic_optimization
-        self.two_passes = TwoPassSteps(session) if in_two_passes else None
+        self.two_passes: TwoPassSteps | None = TwoPassSteps(session) if in_two_passes else None
 
     def look_at_first(self, slices: list[BatchSlice]) -> None:
         """Says of the first batch, which counts as a full one, where a device has fewer rows than micro-batches."""

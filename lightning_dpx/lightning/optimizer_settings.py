@@ -89,7 +89,7 @@ class OptimizerSettings:
         self._before: SettingsSnapshot | None = None
         self._after_first: SettingsSnapshot | None = None
         self._has_begun = False
-        self.has_changed = False
+        self.has_changed: bool = False
 
     def snapshot(self) -> SettingsSnapshot:
         """The settings as they are now."""

@@ -58,7 +58,7 @@ class DPXPrecision(Precision):
         # Set by attach(). Under another strategy there is nothing to call.
         self._after_backward: Callable[[], None] | None = None
         self._shifts = False
-        self.wrapped = make_precision(wrapped)
+        self.wrapped: Precision = make_precision(wrapped)
         vars(self)["precision"] = self.wrapped.precision  # in front of that of Lightning's base class
 
     @property  # type: ignore[misc]

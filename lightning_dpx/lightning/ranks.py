@@ -30,7 +30,7 @@ class Ranks:
         self._strategy = strategy
         self._first_replica = 0
         self._num_replicas = 0
-        self.rows_of_step = 0.0
+        self.rows_of_step: float = 0.0
 
     def count_replicas(self, first: int, total: int) -> None:
         """The replicas of all processes are counted.

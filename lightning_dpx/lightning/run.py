@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, strategy: "DPXStrategy") -> None:
         self.strategy = strategy
-        self.shifts = strategy.options.shifts_activations
+        self.shifts: bool = strategy.options.shifts_activations
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -115,8 +115,8 @@ class OneDevice(Run):
 
     def __init__(self, strategy: "DPXStrategy") -> None:
         super().__init__(strategy)
-        self.training = _TrainingAlone(self)
-        self.evaluation = _EvaluationAlone(self)
+        self.training: Any = _TrainingAlone(self)
+        self.evaluation: _EvaluationAlone = _EvaluationAlone(self)
 
     @property
     def modules(self) -> list[Module]:

@@ -71,20 +71,20 @@ class Session(Run):
     ) -> None:
         super().__init__(strategy)
         self.replicas = replicas
-        self.metrics = metrics
+        self.metrics: ReplicaMetrics = metrics
         self.step = step
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
-        self.has_processes = strategy.num_processes > 1
-        self.whole_batches = WholeBatches()
-        self.batch_writes = BatchWrites()
-        self.gradient_hooks = GradientHooks()
-        self.settings = OptimizerSettings(strategy)
-        self.memory = NoStepMemory()
+        self.has_processes: bool = strategy.num_processes > 1
+        self.whole_batches: WholeBatches = WholeBatches()
+        self.batch_writes: BatchWrites = BatchWrites()
+        self.gradient_hooks: GradientHooks = GradientHooks()
+        self.settings: OptimizerSettings = OptimizerSettings(strategy)
+        self.memory: NoStepMemory = NoStepMemory()
         self.micro_batches: MicroBatchSteps | None = None
-        self.slices = Slices(self)
-        self.threads = ThreadChoice(self)
-        self.training = TrainingFlow(self)
-        self.evaluation = EvaluationFlow(self)
+        self.slices: Slices = Slices(self)
+        self.threads: ThreadChoice = ThreadChoice(self)
+        self.training: Any = TrainingFlow(self)
+        self.evaluation: EvaluationFlow = EvaluationFlow(self)
         self._batch_in_place: Any = _MISSING
 
     def for_shadow(self, replicas: ReplicaSet, metrics: ReplicaMetrics, step: TrainingStep) -> "Session":

@@ -148,7 +148,7 @@ class DPXStrategy(HookedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         # The base constructor sets precision_plugin, whose setter reads the options.
-        self.options = StrategyOptions(
+        self.options: StrategyOptions = StrategyOptions(
             reducer=reducer,
             workload=workload,
             batch_dim=batch_dim,
@@ -170,20 +170,20 @@ class DPXStrategy(HookedStrategy):
             micro_batches=micro_batches,
             communication_hook=communication_hook,
         )
-        self.planning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
-        self.out_of_memory = OutOfMemory(on_oom)
-        self.rehearsals = Rehearsals(self, verify, loss_reduction)
-        self.ranks = Ranks(self)
-        self.lifecycle = Lifecycle(self)
-        self.compiled_whole = CompiledWhole()
+        self.planning: MemoryPlanning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
+        self.out_of_memory: OutOfMemory = OutOfMemory(on_oom)
+        self.rehearsals: Rehearsals = Rehearsals(self, verify, loss_reduction)
+        self.ranks: Ranks = Ranks(self)
+        self.lifecycle: Lifecycle = Lifecycle(self)
+        self.compiled_whole: CompiledWhole = CompiledWhole()
         self.stopping: CoordinatedStop | NoStop = NoStop()
         self.hooks_mode: BetweenSteps | None = None  # what hooks run in, where parts are shifted
         # A session at all times, so that no caller has to ask whether there is one.
-        self.one_device = OneDevice(self)
+        self.one_device: OneDevice = OneDevice(self)
         self.session: Session | OneDevice = self.one_device
         self.module_in_use: Module | None = None  # from setup to teardown, which Lightning may skip
         self._announced: set[str] = set()
-        self.adoption = Adoption(self, *_OF_TRAINERS)
+        self.adoption: Adoption = Adoption(self, *_OF_TRAINERS)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
 
     def __repr__(self) -> str:

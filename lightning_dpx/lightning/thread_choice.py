@@ -28,7 +28,7 @@ class ThreadChoice:
 
     def __init__(self, session: "Session") -> None:
         self._session = session
-        self.is_open = False
+        self.is_open: bool = False
 
     def consider(self) -> None:
         """Whether the first step is worth a trial; says so where it is not and replicas could have run in threads."""

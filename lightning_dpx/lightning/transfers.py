@@ -34,7 +34,7 @@ class Transfer:
         calls = [getattr(owner or module, hook) for owner, hook in zip(self._others, _HOOKS, strict=True)]
         own = [getattr(call, "__func__", None) not in _DEFAULTS for call in calls]
         # Whether nothing of the user's makes something else of a batch on its way to a device.
-        self.is_plain = not any(own)
+        self.is_plain: bool = not any(own)
         self._calls_of_module = own
 
     def leaves(self, batch: Any, device: torch.device) -> bool:

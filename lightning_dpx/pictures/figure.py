@@ -73,7 +73,7 @@ def pixels_of(figure: Any) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     # A figure made without pyplot has a canvas that cannot draw.
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     # The canvas draws the next time into the same memory.
     return np.array(canvas.buffer_rgba())

@@ -47,7 +47,7 @@ class Digest:
         self._storages: dict[int, int] = {}
         self._waiting: list[Any] = []
         self._reads_numbers = True
-        self.is_whole = True
+        self.is_whole: bool = True
 
     def add(self, *values: Any) -> None:
         """Adds objects of any kind, with all that they lead to."""

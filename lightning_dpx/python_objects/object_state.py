@@ -127,7 +127,7 @@ class ObjectState:
         classes: Iterable[type] = (),
         only_own: bool = False,
     ) -> None:
-        self.obstacle = ""
+        self.obstacle: str = ""
         self.outside: list[nn.Module] = []
         self.caches: list[Any] = []
         self._follow_code = follow_code

@@ -79,7 +79,7 @@ class GeneratorStates:
             and all(same_state(one[1], two[1]) for one, two in zip(self._held, other._held, strict=True))
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: None = None  # type: ignore[assignment]
 
     def differs_outside_torch(self, other: "GeneratorStates") -> bool:
         """Whether something drew from NumPy, ``random`` or a generator that a module holds."""

@@ -26,7 +26,7 @@ class ProcessGenerators:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProcessGenerators) and (self is other or self._all() == other._all())
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: None = None  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Both generators continue as if nothing had been drawn since."""

@@ -161,7 +161,7 @@ class Reach:
 
     def __init__(self, module: nn.Module) -> None:
         self.parts, self.state = _with_those_outside(module)
-        self.generators = held_generators([module])
+        self.generators: list[Any] = held_generators([module])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ are summed in float32. Sparse gradients, and parameters that some replica did no
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -58,8 +58,8 @@ class GradientReducer(ABC):
             raise ConfigurationError(
                 f"communication_dtype={communication_dtype} is not allowed; give a floating-point dtype."
             )
-        self.devices = tuple(canonical_device(device) for device in devices)
-        self.distinct_devices = tuple(distinct_devices(self.devices))
+        self.devices: tuple[torch.device, ...] = tuple(canonical_device(device) for device in devices)
+        self.distinct_devices: tuple[torch.device, ...] = tuple(distinct_devices(self.devices))
         self.communication_dtype = communication_dtype
 
     def owners(self, sizes: Sequence[int]) -> list[int]:
@@ -294,7 +294,8 @@ def _add(column: Sequence[torch.Tensor | None], owner: torch.device, divisor: in
 
 
 REDUCERS: Registry[GradientReducer] = Registry("reducer")
-register_reducer = REDUCERS.register
+# Written out, as type checkers outside of the package do not look into REDUCERS.
+register_reducer: Callable[[str], Callable[[type[GradientReducer]], type[GradientReducer]]] = REDUCERS.register
 
 
 def make_reducer(

@@ -29,7 +29,7 @@ class WorkloadBalancer:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
-        self.shares = (1 / len(devices),) * len(devices)
+        self.shares: tuple[float, ...] = (1 / len(devices),) * len(devices)
         self._open: dict[int, list[Stopwatch]] = {}
         self._rows: tuple[int, ...] = ()
         self._ended: list[tuple[tuple[int, ...], dict[int, list[Stopwatch]]]] = []

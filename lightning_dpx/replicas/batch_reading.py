@@ -42,7 +42,7 @@ class UncuttableBatch(SliceError):  # noqa: N818  no error where one device take
         super().__init__(f"{reason} {advice}".rstrip())
         self.reason = reason
         self.advice = advice
-        self.kind = str(kind)
+        self.kind: str = str(kind)
 
 
 @dataclass(frozen=True, slots=True)

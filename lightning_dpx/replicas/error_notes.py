@@ -81,7 +81,7 @@ class FirstNaN:
     """
 
     def __init__(self) -> None:
-        self.path = ""
+        self.path: str = ""
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:

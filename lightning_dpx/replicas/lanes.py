@@ -45,13 +45,13 @@ class Lanes:
         # not.
         self._turns = InlineExecutor(deadline)
         self._callers_threads: int | None = None
-        self.slot = RendezvousSlot(oversubscribed=_oversubscribed(devices), beyond=beyond)
+        self.slot: RendezvousSlot = RendezvousSlot(oversubscribed=_oversubscribed(devices), beyond=beyond)
         self._use(make_executor(execution, devices, deadline, device_of))
 
     def _use(self, executor: Executor) -> None:
         self._executor = executor
-        self.in_threads = isinstance(executor, ThreadedExecutor)
-        self.in_line_on_host = not self.in_threads and all(map(is_host, self._devices))
+        self.in_threads: bool = isinstance(executor, ThreadedExecutor)
+        self.in_line_on_host: bool = not self.in_threads and all(map(is_host, self._devices))
 
     def deal(self, device_of: Sequence[int]) -> None:
         """There are other replicas than before.

@@ -80,7 +80,7 @@ class PythonState:
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
-        self.unseen = UnseenChanges(self._root.module)
+        self.unseen: UnseenChanges = UnseenChanges(self._root.module)
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]

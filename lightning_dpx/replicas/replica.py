@@ -48,11 +48,11 @@ class Replica:
     def __init__(
         self, index: int, device: torch.device, module: nn.Module, hidden: HiddenTensors | None = None
     ) -> None:
-        self.index = index
-        self.device = device
-        self.module = module
-        self.hidden = hidden or HiddenTensors()
-        self.first_nan = FirstNaN()
+        self.index: int = index
+        self.device: torch.device = device
+        self.module: nn.Module = module
+        self.hidden: HiddenTensors = hidden or HiddenTensors()
+        self.first_nan: FirstNaN = FirstNaN()
         self.modules: list[nn.Module] = []
         self.parameters: list[nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []

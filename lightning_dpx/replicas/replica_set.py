@@ -32,7 +32,7 @@ from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
-from lightning_dpx.replicas.slicing import BatchDim, CountedBatch, user_slicer
+from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
 from lightning_dpx.replicas.stage_habits import StageHabits
 from lightning_dpx.replicas.state import BufferMode, StateSync
 from lightning_dpx.replicas.timing import StepTimes
@@ -202,8 +202,8 @@ class ReplicaSet:
         check_choice("buffers", buffers, get_args(BufferMode))
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
-        self.devices = tuple(canonical_device(device) for device in devices)
-        self.partition = RowPartition(
+        self.devices: tuple[torch.device, ...] = tuple(canonical_device(device) for device in devices)
+        self.partition: RowPartition = RowPartition(
             self.devices,
             workload=workload,
             # Who asks for turns or for threads wants every replica to run.
@@ -225,7 +225,7 @@ class ReplicaSet:
         # ended well would then end with SIGABRT (pytorch/pytorch#190489).
         for device in distinct_devices(self.devices):
             finish_backward_at_exit(device)
-        self.slicer = user_slicer(batch_slicer, module, batch_dim)
+        self.slicer: BatchSlicer = user_slicer(batch_slicer, module, batch_dim)
         self._lanes = Lanes(
             _execution_of(module, execution),
             self.devices,
@@ -233,7 +233,7 @@ class ReplicaSet:
             deadline=deadline,
             beyond=beyond,
         )
-        self.habits = StageHabits(module)
+        self.habits: StageHabits = StageHabits(module)
         self.times: StepTimes | None = None  # of the step that is watched
 
     @property
@@ -258,11 +258,13 @@ class ReplicaSet:
         firsts: dict[int, Replica] = {}
         for place, replica in zip(self.partition.device_of, replicas, strict=True):
             firsts.setdefault(place, replica)
-        self.primaries = tuple(firsts[place] for place in range(len(self.devices)))
-        self.state = StateSync(replicas, rules.buffers, rules.check_every, self.primaries)
-        self.python_state = PythonState(replicas, rules.private, rules.skip, rules.by_reference)
+        self.primaries: tuple[Replica, ...] = tuple(firsts[place] for place in range(len(self.devices)))
+        self.state: StateSync = StateSync(replicas, rules.buffers, rules.check_every, self.primaries)
+        self.python_state: PythonState = PythonState(replicas, rules.private, rules.skip, rules.by_reference)
         # With one replica nothing has to follow what the module becomes.
-        self.structure = ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
+        self.structure: ModuleStructure | FixedStructure = (
+            ModuleStructure(self.root) if len(replicas) > 1 else FixedStructure()
+        )
 
     def cut_slices(self, micro_batches: MicroBatches, *, training: bool) -> None:
         """From the next :meth:`remake` on, steps in this mode have their slices cut into so many micro-batches."""

@@ -49,14 +49,14 @@ class RowPartition:
         merges: bool,
         micro_batches: MicroBatches,
     ) -> None:
-        self.devices = tuple(devices)
+        self.devices: tuple[torch.device, ...] = tuple(devices)
         self.merges = merges
         self.merges_in_training = merges
         self._num_physical = len(distinct_devices(devices))
         self._workload = parse_workload(workload, len(devices))
         # Replicas of one device are equally fast, so there is nothing to measure.
         is_measured = workload == "auto" and self._num_physical > 1
-        self.balancer = WorkloadBalancer(devices) if is_measured else None
+        self.balancer: WorkloadBalancer | None = WorkloadBalancer(devices) if is_measured else None
         self._usual_rows: dict[bool, int] = {}
         self._usual_rows_of: dict[tuple[bool, RowShapes], int] = {}
         self._sizes: dict[tuple[int, int, int, bool, tuple[int, ...], tuple[float, ...]], tuple[int, ...]] = {}
@@ -66,9 +66,9 @@ class RowPartition:
 
     def _make_room(self) -> None:
         """Lays out as many replicas on each device as any step needs."""
-        self.micro_batches = tuple(map(max, self._numbers[True], self._numbers[False]))
-        self.has_micro_batches = max(self.micro_batches) > 1
-        self.device_of = []
+        self.micro_batches: tuple[int, ...] = tuple(map(max, self._numbers[True], self._numbers[False]))
+        self.has_micro_batches: bool = max(self.micro_batches) > 1
+        self.device_of: list[int] = []
         for place, number in enumerate(self.micro_batches):
             self.device_of += [place] * number
         self._sizes.clear()

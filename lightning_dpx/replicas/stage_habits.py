@@ -20,7 +20,7 @@ class StageHabits:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.draws = DrawWatch(module)
+        self.draws: DrawWatch = DrawWatch(module)
         self.met: set[bool] = set()
         self.has_walked_back = False
         self._drew: dict[tuple[str, bool], bool] = {}

@@ -29,8 +29,8 @@ class OperatorCensus(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_operators = 0
-        self.flops = 0
+        self.num_operators: int = 0
+        self.flops: Any = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

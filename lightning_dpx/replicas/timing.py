@@ -19,7 +19,7 @@ class StepTimes:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = tuple(devices)
+        self.devices: tuple[torch.device, ...] = tuple(devices)
         self.rows: tuple[int, ...] = (0,) * len(devices)
         self._watches: list[tuple[int, str, Stopwatch]] = []
         self._alone: list[tuple[str, Stopwatch]] = []

@@ -19,7 +19,7 @@ class Extent:
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
         start = 4096 + tensor.storage_offset() * size  # nothing reads there; an address of 0 means "none" to numpy
-        self.__array_interface__ = {
+        self.__array_interface__: dict[str, Any] = {
             "data": (start, True),
             "shape": tuple(tensor.shape),
             "strides": strides,

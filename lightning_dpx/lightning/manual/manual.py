@@ -66,8 +66,8 @@ class ManualOptimization:
         self.replicas = replicas
         self.step = step
         self.precision = precision
-        self.gradients = SharedGradients(replicas, step)
-        self.exchanged = Exchanged()
+        self.gradients: SharedGradients = SharedGradients(replicas, step)
+        self.exchanged: Exchanged = Exchanged()
         self.active: list[Replica] = []
         self.views: list[ReplicaView] = []
         # Of the first step that replicas share: what it needs to be taken again; False once it is over.

@@ -336,7 +336,7 @@ class StepProfiles:
         settings: Settings,
         progress: Progress,
     ) -> None:
-        self.slices = dict[int, Profile]()
+        self.slices: dict[int, Profile] = dict[int, Profile]()
         self._parts = dict[int, Profile]()
         self._trainer = trainer
         self._replicas = replicas

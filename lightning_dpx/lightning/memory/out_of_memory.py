@@ -25,7 +25,7 @@ class OutOfMemory:
     """
 
     def __init__(self, on_oom: OnOOM) -> None:
-        self.repeats_steps = on_oom == "replan"
+        self.repeats_steps: bool = on_oom == "replan"
         self._states: GeneratorStates | None = None
         self._left = 0
 

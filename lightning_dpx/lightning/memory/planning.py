@@ -98,11 +98,11 @@ class MemoryPlanning:
         plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
-        self.budgets = Budgets(parse_budget(budget))
+        self.budgets: Budgets = Budgets(parse_budget(budget))
         self._budgets_given = self.budgets
-        self.planner = make_planner(planner)
-        self.cache = PlanningCache(plan_cache, "plan_cache")
-        self.budget_given = budget is not None
+        self.planner: Planner = make_planner(planner)
+        self.cache: PlanningCache = PlanningCache(plan_cache, "plan_cache")
+        self.budget_given: bool = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
         self._given = MemoryPlan.load(plan) if isinstance(plan, str) else plan

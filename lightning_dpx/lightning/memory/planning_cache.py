@@ -39,7 +39,7 @@ class PlanningCache:
     def __init__(self, where: bool | str | os.PathLike[str], argument: str) -> None:
         self._cache = PlanCache(where, rank_zero_info)
         self._argument = argument
-        self.is_used = False
+        self.is_used: bool = False
         self._keys: list[str] = []  # of what the run has found, or kept
 
     def profiles(

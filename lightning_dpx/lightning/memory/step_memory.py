@@ -120,7 +120,7 @@ class StepMemory(NoStepMemory):
         self._planning = planning
         self._out_of_memory = out_of_memory
         self._hooks_mode = hooks_mode
-        self.repeats_steps = out_of_memory.repeats_steps
+        self.repeats_steps: bool = out_of_memory.repeats_steps
         self._plans = planning.wanted or self.repeats_steps
         self._shifts_open = session.options.chooses_shifts  # the first batch decides
         self._step: StepInput | None = None  # that can be taken again

@@ -105,7 +105,7 @@ class RowsFile:
     def __init__(self, save_to: str | Path | None) -> None:
         self._path = check_file(save_to)
         self._rows: list[Mapping[str, Any]] = []
-        self.has_news = False
+        self.has_news: bool = False
 
     def restart(self) -> None:
         """Forgets the fit before; looks whether the file can be written.

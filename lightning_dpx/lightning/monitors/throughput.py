@@ -101,7 +101,7 @@ class DeviceThroughputMonitor(Callback):
         self._rows = RowsFile(save_to)
         self._pace = Pace(every_n_steps)
         self.last: list[ReplicaWork] = []
-        self.samples_per_second = 0.0
+        self.samples_per_second: float = 0.0
         self.waiting_ms: float | None = None
         self.last_process: int | None = None
         self._measured: _MeasuredStep | None = None

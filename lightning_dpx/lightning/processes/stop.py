@@ -58,7 +58,7 @@ class CoordinatedStop(SignalConnector):
         self._requested_here = False
         self._lockstep = False
         self._batches = 0
-        self.reason = ""
+        self.reason: str = ""
 
     def register_signal_handlers(self) -> None:
         """As Lightning does, for every run."""

@@ -23,7 +23,7 @@ class FewRows:
         self._num_rows = call.num_rows
         self._num_slices = len(call.active)
         self._replicas = replicas
-        self.skipped = 0.0
+        self.skipped: float = 0.0
 
     def unequal_sizes(self, factor: int) -> tuple[int, ...]:
         """How many rows each slice has in a rehearsal, times ``factor`` where that many are there."""

@@ -76,8 +76,8 @@ class Rehearsal:
         self._whole = WholeRun(self._step, self._rows)
         self._sliced = SlicedRun(self._step, self._rows)
         self._looks_again = False
-        self.needs_equal_slices = False
-        self.least_rows = 0
+        self.needs_equal_slices: bool = False
+        self.least_rows: int = 0
 
     @property
     def norms(self) -> list[str]:

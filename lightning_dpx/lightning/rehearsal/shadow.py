@@ -69,9 +69,9 @@ class Guest:
         self._modes: list[SameDraws] = []
         self._steps: list[SameDraws] = []  # those among them that are no backward
         self.draws_of_steps: list[StepDraws] = []  # of the last run
-        self.surroundings = Surroundings(trainer, module)
+        self.surroundings: Surroundings = Surroundings(trainer, module)
         self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
-        self.changed_settings = False
+        self.changed_settings: bool = False
         self.logger_calls: list[str] = []  # of the last run
 
     @contextmanager
@@ -129,7 +129,7 @@ class Guest:
         finally:
             # An assignment to .data gives a parameter other memory, which no operator writes.
             moved = [name for name, place in _places_of(shadow).items() if places.get(name, place) != place]
-            self.written = list(dict.fromkeys([*self._shared.written, *moved]))
+            self.written: list[str] = list(dict.fromkeys([*self._shared.written, *moved]))
             self._shared.restore()
             self.surroundings.restore()
             self.changed_settings = not self._settings.is_current
@@ -143,9 +143,9 @@ class Guest:
             if now.differs_outside_torch(self._run_start):
                 # No dispatch mode sees those draw, so their states are compared.
                 left_alone.append("a generator of Python or NumPy")
-            self.left_alone = list(dict.fromkeys(left_alone))
-            self.drew = any(mode.drew for mode in self._modes)
-            self.draws = [tuple(mode.draws) for mode in self._steps]
+            self.left_alone: list[str] = list(dict.fromkeys(left_alone))
+            self.drew: bool = any(mode.drew for mode in self._modes)
+            self.draws: list[tuple[int, ...]] = [tuple(mode.draws) for mode in self._steps]
             self.dtypes = dtypes
             self._start.restore()
 

@@ -71,17 +71,17 @@ class ShadowStep:
         self.strategy = strategy
         self.call = call
         self.session: Session = strategy.session
-        self.replicas = self.session.replicas
+        self.replicas: ReplicaSet = self.session.replicas
         module: pl.LightningModule = strategy.lightning_module
         self._module = module
         self._requested = requested
-        self.trains = call.name == "training_step"
-        self.by_hand = self.trains and not module.automatic_optimization
-        self.guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
+        self.trains: bool = call.name == "training_step"
+        self.by_hand: bool = self.trains and not module.automatic_optimization
+        self.guest: Guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
         self.changes_settings = False
         self.saves_on_host = False
-        self.tolerance = _tolerance_of(strategy, module, call)
+        self.tolerance: Tolerance = _tolerance_of(strategy, module, call)
 
     def adopt_precision(self) -> None:
         """Takes the tolerance from the dtypes that a run has shown the step to compute in."""

@@ -39,10 +39,10 @@ class SlicedRun:
         self._step = step
         self._rows = rows
         # To begin with, as micro-batches that need not wait for each other save most memory.
-        self.gives_slices = not step.by_hand and step.replicas.cuts_slices
-        self.has_waited = False
+        self.gives_slices: bool = not step.by_hand and step.replicas.cuts_slices
+        self.has_waited: Any = False
         # A copy: what a rehearsal learns counts only once it ends well.
-        self.metric_rules = copy.deepcopy(step.session.metrics.rules_by_path())
+        self.metric_rules: Any = copy.deepcopy(step.session.metrics.rules_by_path())
 
     def observe(
         self,

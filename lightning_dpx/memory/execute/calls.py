@@ -131,7 +131,7 @@ class Argument:
         self._reference = TensorWeakRef(tensor)
         self._version = version_counter(tensor)
         self._counter: torch.Tensor | None = None
-        self.requires_grad = tensor.requires_grad
+        self.requires_grad: bool = tensor.requires_grad
         self.source = None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
     def tensor(self) -> torch.Tensor | None:
@@ -216,12 +216,12 @@ class Call:
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}  # one may be given several times
         arguments = {key: Argument(tensor) for key, tensor in given.items()}
         self._given = [arguments.get(id(leaf), leaf) for leaf in leaves]
-        self.arguments = list(arguments.values())
-        self.num_bytes = sum(tensor.nbytes for tensor in given.values())
+        self.arguments: list[Argument] = list(arguments.values())
+        self.num_bytes: int = sum(tensor.nbytes for tensor in given.values())
         # Autocast and random numbers are those of the device that the call runs on.
         home = next((tensor.device for tensor in (*self._anatomy.parameters, *given.values())), _HOST)
         self._autocast = _autocast_state(home)
-        self.draws = CallDraws(home, self._states.generators)
+        self.draws: CallDraws = CallDraws(home, self._states.generators)
         self._is_over = False
         self._training, self._parameters = self._anatomy.training(), self._anatomy.versions()
         self._buffers: list[_Buffer] = []
@@ -573,13 +573,13 @@ class Anatomy:
     """
 
     def __init__(self, module: nn.Module, *, looks: bool = True) -> None:
-        self.parts = list(module.modules())
+        self.parts: list[nn.Module] = list(module.modules())
         self.parameters = list[torch.Tensor]()
-        self.obstacle = _obstacle_in(self.parts) if looks else ""
+        self.obstacle: str = _obstacle_in(self.parts) if looks else ""
         # The walk over objects is long, and what it finds is held: not for a call that is never
         # made.
         walked = self.parts if looks and not self.obstacle else []
-        self.state = ObjectState(walked)
+        self.state: ObjectState = ObjectState(walked)
         self.obstacle = self.obstacle or self.state.obstacle
         inside = list[dict[Any, Any]]()
         hooks = list[dict[Any, Any]]()
@@ -633,7 +633,7 @@ class States:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[nn.Module, Anatomy, list[Any]]] = {}
-        self.generators = GeneratorWatch()
+        self.generators: GeneratorWatch = GeneratorWatch()
 
     def of(self, module: nn.Module) -> tuple[Anatomy, list[Any]]:
         """What was found for ``module``, and what that holds now."""

@@ -64,7 +64,7 @@ class DistributedValue:
             if isinstance(value, torch.Tensor):
                 setattr(self._counter, name, nothing)
                 self._consists_of[name] = nothing
-        self.held = held
+        self.held: Any = held
 
     def read(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """The tensor.

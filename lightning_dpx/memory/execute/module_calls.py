@@ -72,9 +72,9 @@ class CallNames:
         self._states = States()
         self._running: list[_Running] = []
         self._handles: list[Any] = []
-        self.compiled = frozenset(compiled_parts(module))
+        self.compiled: frozenset[str] = frozenset(compiled_parts(module))
         # Only where this holds is every saved tensor looked at for the part of it that is here.
-        self.is_distributed = any(map(is_traceable_wrapper_subclass, module.parameters()))
+        self.is_distributed: bool = any(map(is_traceable_wrapper_subclass, module.parameters()))
         self.parts: dict[str, nn.Module] = {}
         for path, child in module.named_modules():
             if any(_is_inside(path, part) for part in self.compiled):

@@ -67,14 +67,14 @@ class Replay:
     def __init__(
         self, call: Call, given: Sequence[torch.Tensor], expected: int | None = -1, wrap: _Wrap | None = None
     ) -> None:
-        self.call = call
+        self.call: Call = call
         self._wrap = wrap or _as_it_is
         self._expected = expected
         self._stops = False
         self._lock = threading.RLock()  # backward has a thread per device
         self._random: int | None = None  # when the last tensor was saved
         self.saved: list[torch.Tensor] = []
-        self.is_dropped = False
+        self.is_dropped: bool = False
         self._versions: list[int] = []
         self._given = [(tensor, version_counter(tensor)) for tensor in given]
         self._changed: Collection[int] = ()

@@ -492,7 +492,7 @@ class Practised(Rematerialisation):
         self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
         self._watched = watched
         self._patience = watched  # forwards that are still to be followed call by call
-        self.num_losses = 0
+        self.num_losses: int = 0
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         # Several threads may run forwards of the module at the same time.
         self._guard = threading.Lock()

@@ -98,7 +98,7 @@ class Rematerialisation:
         known: Collection[str] = (),
     ) -> None:
         self._known = known
-        self.unknown = dict[str, int]()
+        self.unknown: dict[str, int] = dict[str, int]()
         self.names = names
         if names.again:
             names.listener = _HoldsArguments()

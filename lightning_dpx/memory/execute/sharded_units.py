@@ -56,7 +56,7 @@ class ShardedUnits:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.paths = sharded_units(module)
+        self.paths: list[str] = sharded_units(module)
         # Units whose parameters a value is made from. Weak, because the step lets go of values as it would by itself.
         self._needed: weakref.WeakKeyDictionary[Value, frozenset[str]] = weakref.WeakKeyDictionary()
         self._unit_of_storage: dict[int, str] = {}

@@ -58,8 +58,8 @@ class Unnamed:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor = tensor
-        self.version = version
+        self.tensor: torch.Tensor = tensor
+        self.version: int = version
 
     def read(self) -> torch.Tensor:
         """The tensor, if it was not written to.
@@ -113,17 +113,20 @@ class Value:
     )  # fmt: skip
 
     def __init__(self, name: str, operator: str) -> None:
-        self.name = name
-        self.operator = operator
+        self.name: str = name
+        self.operator: str = operator
         self.identity: Identity | None = None
         self.tensor: torch.Tensor | None = None
         self.counter: torch.Tensor | None = None
         self.make: Make | None = None
         self.inputs: Sequence[Any] = ()
         self.sources: Sequence[Value] = ()
-        self.dropped = self.uncached = self.nested = False
-        self.version = -1
-        self.pending = self.num_uses = 0
+        self.dropped: bool = False
+        self.uncached: bool = False
+        self.nested: bool = False
+        self.version: int = -1
+        self.pending: int = 0
+        self.num_uses: int = 0
         self._storage = 0  # a weak reference, once nothing here holds the storage
 
     # A default is there even when the interpreter ends and has emptied the module.
@@ -196,8 +199,8 @@ class View:
     __slots__ = ("__weakref__", "look", "value")
 
     def __init__(self, value: Value, look: Look) -> None:
-        self.value = value
-        self.look = look
+        self.value: Value = value
+        self.look: Look = look
 
     def read(self) -> torch.Tensor:
         """The tensor; its value must be there."""
@@ -211,7 +214,7 @@ class Strides:
 
     def __init__(self, tensor: torch.Tensor, original: Identity) -> None:
         self.view = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.original = original
+        self.original: Identity = original
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:
         original = self.original
@@ -229,8 +232,8 @@ class Both:
     __slots__ = ("first", "then")
 
     def __init__(self, first: Look, then: Look) -> None:
-        self.first = first
-        self.then = then
+        self.first: Look = first
+        self.then: Look = then
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:
         return self.then(self.first(base))

@@ -92,7 +92,7 @@ class Forecaster:
         self._profile = profile
         self._outline = Outline(profile)
         self._most_computed = float("inf") if most_times is None else most_times * len(profile.values)
-        self.work = 0
+        self.work: int = 0
 
     def forecast(self, dropped: Collection[int], uncached: Collection[int] = ()) -> Forecast:
         """The step if the values with these indices are dropped, some of them after every use."""

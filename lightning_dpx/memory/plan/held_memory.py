@@ -39,12 +39,12 @@ class HeldMemory:
     def __init__(self, choice: "RecomputedValues") -> None:
         self._sizes = choice.sizes
         self._inputs = choice.inputs
-        self.there = [not lazy for lazy in choice.lazy]
-        self.num_bytes = 0
-        self.kept = set[int]()
+        self.there: list[bool] = [not lazy for lazy in choice.lazy]
+        self.num_bytes: int = 0
+        self.kept: set[int] = set[int]()
         self.now = 0
-        self.in_use = [0] * len(self.there)
-        self.views = [0] * len(self.there)
+        self.in_use: list[int] = [0] * len(self.there)
+        self.views: list[int] = [0] * len(self.there)
         self._outlived = [False] * len(self.there)  # forgotten, but for a view
         self.ends: list[tuple[int, int]] = []  # a heap: (event, bytes) of what is forgotten and still in use
 
@@ -162,7 +162,7 @@ class OffloadedMemory:
 
     def __init__(self, order: Sequence[int], values: Sequence[SavedValue], prefetch_depth: int) -> None:
         self.order = order
-        self.on_the_way = BytesOnTheWay()
+        self.on_the_way: BytesOnTheWay = BytesOnTheWay()
         self._prefetcher = Prefetcher[_OffloadedBytes](prefetch_depth)
         self._slots = dict[int, PrefetchSlot[_OffloadedBytes]]()
         for index in order:

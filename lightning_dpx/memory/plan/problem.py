@@ -66,7 +66,9 @@ class Problem:
         self._unit_of: dict[int, int] = {}
         for unit, values in enumerate(members.values()):
             self._unit_of.update(dict.fromkeys(values, unit))
-        self.units = [self._unit(number, storage, values) for number, (storage, values) in enumerate(members.items())]
+        self.units: list[Unit] = [
+            self._unit(number, storage, values) for number, (storage, values) in enumerate(members.items())
+        ]
 
     def _unit(self, number: int, storage: int, values: list[int]) -> Unit:
         everything = self.profile.values

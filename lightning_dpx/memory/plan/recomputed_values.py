@@ -42,17 +42,19 @@ class Outline:
         self.profile = profile
         self.curve = np.array(profile.curve, dtype=np.int64)
         # Autograd does not save these: they are made on the way to something else.
-        self.virtual = [value.storage < 0 and not value.name for value in profile.values]
+        self.virtual: list[bool] = [value.storage < 0 and not value.name for value in profile.values]
         # What is picked lies in the memory that its call takes as a whole.
-        self.sizes = [0 if value.picked else value.num_bytes for value in profile.values]
-        self.beside = [value.beside + value.state for value in profile.values]
-        self.inputs = [value.inputs for value in profile.values]
-        self.storages = [value.storage for value in profile.values]
-        self.requests = [(request.event, request.value, request.released) for request in profile.requests]
-        self.until = [0] * len(profile.values)
+        self.sizes: list[int] = [0 if value.picked else value.num_bytes for value in profile.values]
+        self.beside: list[int] = [value.beside + value.state for value in profile.values]
+        self.inputs: list[tuple[int, ...]] = [value.inputs for value in profile.values]
+        self.storages: list[int] = [value.storage for value in profile.values]
+        self.requests: list[tuple[int, int, int]] = [
+            (request.event, request.value, request.released) for request in profile.requests
+        ]
+        self.until: list[int] = [0] * len(profile.values)
         for _, asked, released in self.requests:
             self.until[asked] = max(self.until[asked], released)
-        self.compact = [0] * len(profile.storages)
+        self.compact: list[int] = [0] * len(profile.storages)
         for value in profile.values:
             if value.compact:
                 self.compact[value.storage] += value.compact

@@ -48,7 +48,7 @@ class ReplayableStep:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         never = len(profile.curve)
-        self.of_name = defaultdict[str, list[int]](list)
+        self.of_name: defaultdict[str, list[int]] = defaultdict[str, list[int]](list)
         for at, hold in enumerate(profile.holds):
             self.of_name[hold.name].append(at)
         # A look at a name without holds must not add one.

@@ -47,15 +47,15 @@ class StepReplay:
         self._memory = HeldMemory(choice)
         self._has_nested = any(choice.nested)
         self._most_computed = most_computed
-        self.computations = 0
+        self.computations: int = 0
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
-        self.curve = HeldCurve(len(profile.curve))
-        self.seconds = 0.0
-        self.fetches = list[float]()
+        self.curve: HeldCurve = HeldCurve(len(profile.curve))
+        self.seconds: float = 0.0
+        self.fetches: list[float] = list[float]()
         offloaded = [index for index in choice.dropped if values[index].offloaded and values[index].storage >= 0]
         # The order in which forward saves them is that in which copies leave.
         in_order = sorted(offloaded, key=lambda index: (values[index].saved, index))
-        self.offloaded = OffloadedMemory(in_order, values, profile.prefetch_depth)
+        self.offloaded: OffloadedMemory = OffloadedMemory(in_order, values, profile.prefetch_depth)
 
     def run(self) -> tuple[int, KeptMemory]:
         """The most bytes that are there at any event, and what is kept.

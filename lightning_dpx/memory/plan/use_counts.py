@@ -22,8 +22,8 @@ class UseCounts:
 
     def __init__(self, outline: "Outline", choice: "RecomputedValues") -> None:
         profile = outline.profile
-        self.left = [0] * len(profile.values)
-        self.of_backward = [0] * len(profile.values)
+        self.left: list[int] = [0] * len(profile.values)
+        self.of_backward: list[int] = [0] * len(profile.values)
         self._to_come = list[tuple[int, int]]()  # (event, value), the last one first
         # With several backwards a value is asked for again by later ones, which nothing knows of
         # before they have saved it.

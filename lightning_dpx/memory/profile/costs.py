@@ -48,14 +48,14 @@ class CostModel:
         offloads: Whether what is planned for is a device that can leave tensors in the host's memory.
     """
 
-    basis = ""
+    basis: str = ""
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._account = account_of(device)
-        self.offloads = not is_host(device)
-        self.times_steps = is_host(device)
+        self.offloads: bool = not is_host(device)
+        self.times_steps: bool = is_host(device)
         self._writes: CopyOnWrite | None = None
         self._reach: tuple[nn.Module, Reach] | None = None
         if why := hidden_on(device):

@@ -52,7 +52,7 @@ from lightning_dpx.torch_compat import (
     tree_map_only,
 )
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
@@ -122,8 +122,8 @@ class RooflineCosts(CostModel):
         super().__init__(here)
         self.rates = rates_of(target)
         self._target = target
-        self.offloads = not is_host(target)
-        self.elsewhere = here.type != target.type
+        self.offloads: bool = not is_host(target)
+        self.elsewhere: bool = here.type != target.type
         self.times_steps = False  # nothing runs as fast here as it would there
         self._costs = OperatorSeconds(self.rates)
 
@@ -280,7 +280,7 @@ class FakeCosts(RooflineCosts):
         # Of an accelerator nothing is taken while it is planned for: others may be at work there.
         self._probe = Probe(here, self.rates) if is_host(target) else None
         inside = "by rule" if self._probe is None else "tried one by one"
-        self.basis = (
+        self.basis: str = (
             f"from fake tensors for {target}: times by FLOPs and bytes, what operators take inside {inside}, "
             "recomputation not proven here"
         )

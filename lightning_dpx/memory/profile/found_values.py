@@ -22,13 +22,13 @@ class DeadValue:
     """
 
     def __init__(self, value: Value, span: Allocation, refused: str) -> None:
-        self.name = value.name
-        self.operator = value.operator
-        self.num_bytes = value.held().nbytes
+        self.name: str = value.name
+        self.operator: str = value.operator
+        self.num_bytes: int = value.held().nbytes
         self.span = span
         # Weak, because the step lets go of values as it would without a profile.
         self.sources = [weakref.ref(source) for source in value.sources]
-        self.refused = "" if value.make is not None else refused or _NOT_IN_GRAPH
+        self.refused: str = "" if value.make is not None else refused or _NOT_IN_GRAPH
 
 
 class FoundValues:

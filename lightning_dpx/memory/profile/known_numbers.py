@@ -20,7 +20,7 @@ import torch
 
 from lightning_dpx.torch_compat import FakeTensor, disable_current_modes, schema_of, tree_leaves
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 MOST_BYTES = 2**24  # of a tensor: with more, computing would take longer than everything else
 # Memory that was only allocated: what it holds must not be taken for numbers that the step made.
 _UNKNOWN = {

@@ -80,7 +80,7 @@ class SmallPart:
     __slots__ = ("_calls", "_number", "entry")
 
     def __init__(self, entry: Unnamed, calls: "NotedCalls", number: int) -> None:
-        self.entry = entry
+        self.entry: Unnamed = entry
         self._calls = calls
         self._number = number
 

@@ -24,7 +24,7 @@ from lightning_dpx.torch_compat import (
 )
 from lightning_dpx.units import GIB
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _WORTH = 4096  # bytes of operands: what less may take inside does not matter
 _MOST_BYTES = GIB
 _MOST_SECONDS = 0.2  # of one operator

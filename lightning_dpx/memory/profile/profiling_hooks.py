@@ -59,9 +59,9 @@ class ProfilingHooks(Rematerialisation):
         self.kinds = meter.kinds
         self._trace = trace
         self._meter = meter
-        self.found = FoundValues()
-        self.log = AutogradLog(trace)
-        self.calls = NotedCalls(names, trace, self._saved_as, units)
+        self.found: FoundValues = FoundValues()
+        self.log: AutogradLog = AutogradLog(trace)
+        self.calls: NotedCalls = NotedCalls(names, trace, self._saved_as, units)
         self.is_over = False
         # Weak, because the step lets go of values as it would without anybody watching.
         self._new: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.torch_compat import TorchDispatchMode, key_of, schema_of
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class OperatorSeconds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = rates
-        self.seconds = 0.0
+        self.seconds: float = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

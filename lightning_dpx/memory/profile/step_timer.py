@@ -62,8 +62,8 @@ class StepTimer:
         self._alone = alone
         self._is_in_a_row = False
         self._can_follow_itself = True
-        self.watches = True
-        self.communicates = False
+        self.watches: bool = True
+        self.communicates: bool = False
 
     def in_a_row(self, measure: Callable[[], T]) -> T:
         """What ``measure`` returns, whose steps follow each other as in training; what they change is put back after.

@@ -25,7 +25,7 @@ class CommunicationWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.has_seen_any = False
+        self.has_seen_any: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # These do the operator on their parts; that comes here again, with its collectives.

@@ -36,7 +36,7 @@ from lightning_dpx.torch_compat import (
     with_memory_in,
 )
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _QUIET = {aten.detach.default, aten.alias.default}  # what pack hooks do themselves
 _CONSTANTS = {aten.new_zeros, aten.zeros, aten.zeros_like}
 _FILLING = {aten.index_add, aten.index_put, aten.put, aten.scatter, aten.scatter_add}
@@ -48,9 +48,9 @@ class Allocation:
     __slots__ = ("born", "born_operator", "died", "died_operator", "num_bytes")
 
     def __init__(self, num_bytes: int, born: int, born_operator: int) -> None:
-        self.num_bytes = num_bytes
-        self.born = born
-        self.born_operator = born_operator
+        self.num_bytes: int = num_bytes
+        self.born: int = born
+        self.born_operator: int = born_operator
         self.died: int | None = None
         self.died_operator: int | None = None
 
@@ -110,9 +110,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constant: Allocation | None = None  # the last one that was made
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over
         self.allocations: list[Allocation] = []
-        self.live = 0
-        self.seconds = 0.0
-        self.communicates = False
+        self.live: int = 0
+        self.seconds: float = 0.0
+        self.communicates: bool = False
         self.curve: list[int] = []
         self._courses: dict[int, _Course] = {}
         self.operators: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Rule = Callable[[Sequence[Any], Sequence[torch.Tensor]], int]
 
 

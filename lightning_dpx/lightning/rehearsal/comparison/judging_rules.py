@@ -46,11 +46,11 @@ class JudgingRules(MergeRules):
         self._unstable = unstable
         self.findings: dict[str, Finding] = {}
         self.kept_findings: dict[str, Finding] = {}  # of items of lists, and of numbers of attributes
-        self.rebound = set(whole.numbers)
+        self.rebound: set[str] = set(whole.numbers)
         self.fitting_numbers: dict[str, tuple[Rule, ...]] = {}  # by attribute, all rules that reproduce its number
         self.equal_numbers: set[str] = set()  # that all slices have like one device, which tells no rule from another
         self.appended = {place: len(items) for place, items in whole.appended.items()}
-        self.growing = set(self.appended)
+        self.growing: set[ListPlace] = set(self.appended)
         self.left_apart: set[str] = set()  # attributes that lead to lists whose items do not come together
         # By the path that replicas ask with, item by item.
         self._appended_at: dict[str, Any] = {}
@@ -61,8 +61,8 @@ class JudgingRules(MergeRules):
         self.batch_sizes: dict[str, str] = {}  # those that slices cannot give, in words
         self.draws_by_rows: set[Source] = set()  # where the number of draws depends on the rows
         self.losses: dict[str, float] = {}
-        self.largest_loss = 0.0  # of a slice
-        self.loss_fits = True
+        self.largest_loss: float = 0.0  # of a slice
+        self.loss_fits: bool = True
 
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
         """Decides, then merges."""

@@ -8,7 +8,7 @@ import torch
 Recipe = Callable[[Any], tuple[Callable[..., torch.Tensor], Sequence[Any]]]
 RECIPES: dict[str, Recipe] = {}
 VIEWS: set[str] = set()  # names among them: nothing is allocated, and it is done again for everybody who looks
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class NotRecomputable(Exception):  # noqa: N818  it is an answer more than an error

@@ -78,7 +78,7 @@ class MilpModel:
         self._work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._size / _LARGE))
         if len(self._model.units) <= _FEW:
             self._work = _MOST_WORK  # which few units never take
-        self.least = least_seconds(self._model, budget)
+        self.least: float = least_seconds(self._model, budget)
         # Seconds are brought near one: the solver's tolerances are absolute.
         self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
         self._users: dict[int, list[int]] = defaultdict(list)

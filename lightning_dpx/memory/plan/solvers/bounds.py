@@ -49,18 +49,18 @@ class Relaxation:
     def __init__(self, problem: "Problem") -> None:
         self.problem = problem
         values = problem.profile.values
-        self.units = tuple(unit for unit in problem.droppable if problem.units[unit].num_bytes > 0)
+        self.units: tuple[int, ...] = tuple(unit for unit in problem.droppable if problem.units[unit].num_bytes > 0)
         self.column: dict[int, int] = {}
         for at, unit in enumerate(self.units):
             self.column.update(dict.fromkeys(problem.units[unit].values, at))
         unsaved = [index for index, v in enumerate(values) if v.storage < 0 and not v.name and v.inputs]
-        self.unsaved = {value: number for number, value in enumerate(unsaved)}
+        self.unsaved: dict[int, int] = {value: number for number, value in enumerate(unsaved)}
         self.requests: dict[int, list[Request]] = defaultdict(list)
         for request in problem.profile.requests:
             self.requests[request.value].append(request)
         # A look at a value without requests must not add one.
         self.requests.default_factory = None
-        self.on_the_way = {value: self._on_the_way(value) for value in self.column}
+        self.on_the_way: dict[int, tuple[int, ...]] = {value: self._on_the_way(value) for value in self.column}
         self.seconds = np.zeros(len(self.units))
         for value, at in self.column.items():
             if value in self.requests:
