@@ -20,6 +20,8 @@ from lightning_dpx.units import GIB
 EXTRAS = {
     "matplotlib": ("plots", "pictures and reports"),
     "jsonargparse": ("cli", "dpx fit, plan and other commands with configs"),
+    "shtab": ("cli", "completion of commands in a shell"),
+    "highspy": ("milp", "planner='milp'"),
     "ninja": ("simulate", "simulated devices"),
     "rich": ("cli", "tables on a terminal"),
     "pynvml": ("nvidia", "what other processes hold on a GPU"),
