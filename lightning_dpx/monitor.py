@@ -26,7 +26,9 @@ def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorMonitor:
-    """Give it to :meth:`ReplicaGroup.install_monitor`; :meth:`collect` hands out what it saw.
+    """Collects a number for the output of every submodule of a group's replicas, such as its mean magnitude.
+
+    Give it to :meth:`ReplicaGroup.install_monitor`; :meth:`collect` hands out what it saw.
 
     Args:
         statistic: A tensor of any shape to one number, computed where the tensor lives.

@@ -98,6 +98,9 @@ def search_plan(
             before the next; ``"auto"`` is the number with which a step is fastest within the budget. The plan is for
             one of them, and says how many. Cutting is the caller's, or that of a strategy or group with the plan.
 
+    Returns:
+        The plan, for :func:`apply_plan` or ``DPXStrategy(plan=...)``; nothing follows it yet.
+
     Raises:
         PlanError: the module is sharded and gathers its parameters in another dtype (``MixedPrecisionPolicy``);
             the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
@@ -484,6 +487,9 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
         plan: Which.
         watches: Whether ``applied.unknown`` shall tell of steps that save what the plan knows nothing of. The first
             steps take a little longer then.
+
+    Returns:
+        The applied plan: ``active()`` is the context of what runs beside ``module.forward``.
 
     Raises:
         PlanError: the plan does not belong to the module, or one is applied already; or it was made for other units of

@@ -23,7 +23,7 @@ _OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, _Offloading]" = weakref.WeakKe
 def offload_activations(
     module: nn.Module, activations: str | Sequence[str], device: torch.device | str = "cpu", prefetch_depth: int = 2
 ) -> None:
-    """What the chosen submodules keep for backward rests on ``device`` from forward to backward.
+    """Offloads what the chosen submodules keep for backward: from forward to backward it lies on ``device``.
 
     Parameters and buffers stay where they are. A tensor that several operators keep is offloaded once.
 
@@ -61,7 +61,10 @@ def offload_activations(
 
 
 def unoffload_activations(module: nn.Module) -> None:
-    """What is kept stays where it was computed again.
+    """Takes :func:`offload_activations` back: what is kept for backward stays where it was computed again.
+
+    Args:
+        module: The model.
 
     Raises:
         ConfigurationError: the module is not offloaded.

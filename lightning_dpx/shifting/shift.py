@@ -104,7 +104,7 @@ def apply_shift(module: nn.Module, activations: str | Sequence[str], shifts: Map
 
 
 def unshift_activations(module: nn.Module, device: torch.device | str | None = None) -> None:
-    """Everything runs, and lives, where it did before.
+    """Takes :func:`shift_activations` back: everything runs, and lives, where it did before.
 
     Args:
         module: The model.
