@@ -35,6 +35,7 @@ from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profi
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.progress import shown
+from lightning_dpx.simulate import simulate
 from lightning_dpx.units import MIB, format_part, parse_bytes, parse_share
 
 HEADS = (
@@ -234,6 +235,9 @@ def check_settings(args: argparse.Namespace) -> None:
     if args.budget is not None:
         _bytes(args.budget)
     if args.devices is not None:
+        # torch knows the type only once there are such devices; a config may give them other sizes later.
+        if "sim" in args.devices:
+            simulate(16)
         parse_devices(args.devices)
     if args.micro_batches is not None:
         parse_number(args.micro_batches)

@@ -148,3 +148,6 @@ def _set_devices(trainer: dict[str, Any], args: argparse.Namespace) -> None:
         trainer["devices"] = [device.index for device in devices]
     if _are_named(args):
         trainer["accelerator"] = devices[0].type
+    # Lightning's own choice for several devices is DDP, and the prediction is of this package's strategy.
+    if len(devices) > 1 and trainer.get("strategy") == "auto":
+        trainer["strategy"] = {"class_path": f"lightning_dpx.{DPXStrategy.__name__}"}

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+import lightning_dpx as dpx
 from lightning_dpx.cli import main
 from tests.commands.test_plan import Shallow
+from tests.conftest import SIMULATED
 
 # Lightning calls what jsonargparse has deprecated.
 pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -92,6 +94,20 @@ def test_devices_that_are_named_are_those_of_the_saved_config(tmp_path: Path, ca
     assert end.value.code == 0
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
     assert (trainer["accelerator"], trainer["devices"]) == ("cuda", [0, 2])
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_a_config_for_devices_by_name_trains_on_them(tmp_path: Path) -> None:
+    saved = tmp_path / "tuned.yaml"
+    arguments = ["--config", config(tmp_path), "--devices", "sim:0,sim:2", "--batch-sizes", "64", "--save", str(saved)]
+    rows = tmp_path / "memory.json"
+    callbacks = ["--trainer.callbacks", "lightning_dpx.DeviceMemoryMonitor", "--trainer.callbacks.save_to", str(rows)]
+    try:
+        assert main(["tune", *arguments]) == 0
+        assert main(["fit", "--config", str(saved), *callbacks, "--trainer.max_steps", "1"]) == 0
+    finally:
+        dpx.simulate(8)
+    assert [row["device"] for row in json.loads(rows.read_text())] == ["sim:0", "sim:2"]
 
 
 def test_batches_that_the_data_set_cannot_fill_are_not_measured(tmp_path: Path, capsys: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import lightning_dpx as dpx
 from lightning_dpx.commands.tuned_config import check_devices, key_of, tell_other_devices, tuned_config
+from tests.conftest import SIMULATED
 
 
 def arguments(**given: Any) -> argparse.Namespace:
@@ -28,7 +29,7 @@ def config(**trainer: Any) -> dict[str, Any]:
         ("cuda", "cuda", [0]),
         ("1,3", "cuda", [1, 3]),
         ("cpu,cpu", "cpu", 2),
-        ("sim:1", "sim", [1]),
+        pytest.param("sim:1", "sim", [1], marks=pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)),
     ],
 )
 def test_devices_are_written_as_a_trainer_takes_them(devices: str, accelerator: str, written: Any) -> None:
@@ -37,6 +38,14 @@ def test_devices_are_written_as_a_trainer_takes_them(devices: str, accelerator: 
     assert (found["trainer"]["accelerator"], found["trainer"]["devices"]) == (accelerator, written)
     assert found["data"] == {"batch_size": 32}
     assert own == config()
+
+
+def test_several_devices_are_those_of_our_strategy_where_the_config_leaves_it_open() -> None:
+    """Lightning would take DDP, of which nothing was predicted."""
+    ours = {"class_path": "lightning_dpx.DPXStrategy"}
+    for devices, given, written in [("2", "auto", ours), ("1", "auto", "auto"), ("2", "ddp", "ddp")]:
+        found = tuned_config(arguments(devices=devices), config(strategy=given), "data.batch_size", 8)
+        assert found["trainer"]["strategy"] == written
 
 
 def test_what_the_command_line_does_not_say_stays() -> None:
