@@ -189,7 +189,10 @@ def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: Any) -> N
         (["--trainer.nobody", "1"], "nobody"),
     ],
 )
-def test_bad_arguments(options: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+def test_bad_arguments(
+    options: list[str], said: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where one that is not refused would write
     assert main(["tune", "--config", config(tmp_path), *options]) == 1
     assert said in capsys.readouterr().err
 
