@@ -1,4 +1,4 @@
-"""Bytes, as people write and read them."""
+"""Bytes, rates and times, as people write and read them."""
 
 import re
 
@@ -13,6 +13,11 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
+
+# A letter in front, in decimal as data sheets write rates; binary ones as bytes have them.
+_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def parse_bytes(name: str, size: int | str) -> int:
@@ -48,6 +53,53 @@ def parse_share(name: str, text: str) -> float:
     return share
 
 
+def parse_byte_rate(name: str, text: str) -> float:
+    """Bytes per second from a text such as ``"50GB/s"``; ``"400Gb/s"`` and ``"400Gbit/s"`` count bits, as networks do.
+
+    Raises:
+        ConfigurationError: names the argument ``name`` and says what is required.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]i?|)(B|b|bit)/s\s*", text)
+    prefixes = _PREFIXES | _BINARY
+    rate = float(match[1]) * prefixes.get(match[2], 0.0) if match else 0.0
+    if match and match[3] != "B":
+        rate /= 8
+    if not 0 < rate < float("inf"):
+        raise ConfigurationError(
+            f"{name}={text!r} is not allowed; give a positive number with a unit per second: 50GB/s in bytes, or "
+            "400Gb/s in bits."
+        )
+    return rate
+
+
+def parse_flops(name: str, text: str) -> float:
+    """Floating point operations per second from a text such as ``"100TF/s"`` or ``"100 TFLOP/s"``.
+
+    Raises:
+        ConfigurationError: names the argument ``name`` and says what is required.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kKMGTP]?)(?:F/s|FLOPs?/s|FLOPS)\s*", text)
+    rate = float(match[1]) * _PREFIXES[match[2]] if match else 0.0
+    if not 0 < rate < float("inf"):
+        raise ConfigurationError(
+            f"{name}={text!r} is not allowed; give a positive number with a unit per second, such as 100TF/s."
+        )
+    return rate
+
+
+def parse_seconds(name: str, text: str) -> float:
+    """Seconds from a text such as ``"5us"``, ``"0.1 ms"`` or ``"0s"``.
+
+    Raises:
+        ConfigurationError: names the argument ``name`` and says what is required.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(s|ms|us|ns)\s*", text)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigurationError(f"{name}={text!r} is not allowed; give a number with a unit, such as 5us or 0.1ms.")
+    return seconds
+
+
 def format_mib(size: float, digits: int = 1) -> str:
     """Bytes as MiB, as in all of the package's messages: ``"6.3 MiB"``.
 
@@ -70,3 +122,10 @@ def format_bytes(size: float) -> str:
     if size < KIB:
         return f"{size:.0f} bytes"
     return f"{size / KIB:.2f} KiB" if size < MIB else format_mib(size, 2)
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in the unit that shows it: ``"2.50 s"``, ``"18.3 ms"``, ``"5.0 us"``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

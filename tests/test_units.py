@@ -3,7 +3,19 @@
 import pytest
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.units import GIB, MIB, format_bytes, format_mib, format_part, parse_bytes, parse_share
+from lightning_dpx.units import (
+    GIB,
+    MIB,
+    format_bytes,
+    format_mib,
+    format_part,
+    format_seconds,
+    parse_byte_rate,
+    parse_bytes,
+    parse_flops,
+    parse_seconds,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,3 +58,44 @@ def test_small_sizes_are_told_in_the_unit_that_shows_them(size: float, text: str
 )
 def test_a_part_is_told_in_the_unit_of_the_whole(part: float, whole: float, text: str) -> None:
     assert format_part(part, whole) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("50GB/s", 50e9), ("1.5 TB/s", 1.5e12), ("2GiB/s", 2.0 * GIB), ("400Gb/s", 50e9), ("8Mbit/s", 1e6), ("7B/s", 7.0)],
+)
+def test_rates_count_bytes_or_bits(text: str, rate: float) -> None:
+    assert parse_byte_rate("--link", text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["50", "50GB", "fast", "0GB/s", "-1GB/s", "1..5GB/s", "GB/s", "9" * 400 + "GB/s"])
+def test_a_rate_without_a_unit_is_refused_with_what_is_required(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--link='.* is not allowed; .*50GB/s in bytes, or 400Gb/s in bits"):
+        parse_byte_rate("--link", text)
+
+
+@pytest.mark.parametrize(("text", "rate"), [("100TF/s", 1e14), ("1.5 PFLOP/s", 1.5e15), ("19.5TFLOPS", 1.95e13)])
+def test_operations_per_second(text: str, rate: float) -> None:
+    assert parse_flops("--flops", text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["100T", "100", "0TF/s", "TF/s", "100TB/s"])
+def test_what_counts_no_operations_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--flops='.* is not allowed; .*such as 100TF/s"):
+        parse_flops("--flops", text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5us", 5e-6), ("0.1 ms", 1e-4), ("0s", 0.0), ("20ns", 2e-8)])
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds("--latency", text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["5", "-1us", "us", "1h"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--latency='.* is not allowed; .*such as 5us or 0.1ms"):
+        parse_seconds("--latency", text)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.50 s"), (0.0183, "18.3 ms"), (5e-6, "5.0 us")])
+def test_times_are_told_in_the_unit_that_shows_them(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

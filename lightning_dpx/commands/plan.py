@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_dpx.commands.plan_times import add_options, as_dicts, check_times, format_steps, machines_of, section_of
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.commands.train import make_cli
@@ -30,6 +31,7 @@ from lightning_dpx.lightning import (
 )
 from lightning_dpx.lightning.lightning_api import Checkpoint, PossibleUserWarning
 from lightning_dpx.lightning.lightning_compat import look_up
+from lightning_dpx.lightning.memory.step_times import Machines
 from lightning_dpx.lightning.monitors.base import format_rows
 from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
@@ -72,6 +74,7 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
     plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
     add_plan_cache(plan)
+    add_options(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=run, takes_more=True)
 
@@ -117,9 +120,14 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     done()
     if args.json:
         devices = [_as_dict(forecast) for forecast in found.forecasts]
-        print(json.dumps({"fits": found.fits, "basis": found.basis, "devices": devices}))
+        report = {"fits": found.fits, "basis": found.basis, "devices": devices}
+        if settings.machines is not None:
+            report["steps"] = as_dicts(found.steps)
+        print(json.dumps(report))
     else:
         print(format_dry_run(found))
+        if settings.machines is not None:
+            print(f"\n{format_steps(found.steps, settings.machines)}")
     if args.save is not None:
         tightest = found.tightest
         if not found.fits:
@@ -133,7 +141,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
                 tightest.plan.save(args.save)
     if args.report is not None:
         with written("report", args.report):
-            write_report(found, args.report)
+            write_report(found, args.report, settings.machines)
         # Standard output holds the result alone, so that it can be read by other programs.
         done()
     return 0 if found.fits else 2
@@ -149,7 +157,8 @@ def _settings(args: argparse.Namespace, cli: Any) -> Settings:
     settings = replace(settings, cache=PlanCache(args.plan_cache, TellOnce()))
     if args.micro_batches is not None:
         settings = replace(settings, micro_batches=parse_number(args.micro_batches))
-    return settings
+    nodes = look_up(cli, cli.config, "trainer.num_nodes")
+    return replace(settings, machines=machines_of(args, chosen, settings.devices, nodes))
 
 
 def tell(text: str) -> None:
@@ -241,6 +250,7 @@ def check_settings(args: argparse.Namespace) -> None:
         parse_devices(args.devices)
     if args.micro_batches is not None:
         parse_number(args.micro_batches)
+    check_times(args)
 
 
 def on_one_cpu() -> dict[str, Any]:
@@ -422,7 +432,7 @@ def _as_dict(forecast: DeviceForecast) -> dict[str, Any]:
     }
 
 
-def write_report(found: DryRun, path: Path) -> None:
+def write_report(found: DryRun, path: Path, machines: Machines | None = None) -> None:
     """A page with everything, or the first of its pictures.
 
     Raises:
@@ -461,6 +471,8 @@ def write_report(found: DryRun, path: Path) -> None:
             Section("The plan", f"For {tightest.device}, whose room is the least.",
                     figures=[draw_plan(profile, plan)], printed=format_plan(plan, most_rows=1000)),
         ]  # fmt: skip
+    if machines is not None:
+        sections.append(section_of(found.steps, machines))
     write_page(path, "dpx: memory plan", sections)
 
 

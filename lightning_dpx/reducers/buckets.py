@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_dpx.boundaries import split_at_boundaries as split_at_boundaries
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.torch_compat import flatten_dense, unflatten_dense
 
@@ -109,22 +110,6 @@ class GradientPacker:
     def _require_plan(self) -> None:
         if not self._splits:
             raise ConfigurationError(f"There is no plan ({self.refusal or 'call plan() first'}).")
-
-
-def split_at_boundaries(sizes: Sequence[int], num_splits: int) -> list[list[int]]:
-    """Indices of N items in at most ``num_splits`` runs of about equal size, from the last item to the first."""
-    total = sum(sizes)
-    splits: list[list[int]] = [[]]
-    done = 0
-    # Backward finishes the last parameters first.
-    for index in reversed(range(len(sizes))):
-        # By what has gone before, not by the size of the run: runs stay even on the whole, although
-        # no parameter is ever split.
-        if splits[-1] and done >= total * len(splits) / num_splits and len(splits) < num_splits:
-            splits.append([])
-        splits[-1].append(index)
-        done += sizes[index]
-    return splits
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import lightning_dpx as dpx
-from lightning_dpx.reducers.buckets import flatten, split_at_boundaries
+from lightning_dpx.reducers.buckets import flatten
 
 
 def make_grads() -> list[torch.Tensor]:
@@ -14,22 +14,6 @@ def test_packs_are_cut_at_boundaries_in_the_order_of_backward() -> None:
     assert packer.plan(make_grads())
     assert [index for split in packer.splits for index in split] == [5, 4, 3, 2, 1, 0]
     assert 2 <= len(packer.splits) <= 4
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_splits", "expected"),
-    [
-        ([1, 1, 1, 1], 2, [[3, 2], [1, 0]]),
-        ([1, 1, 1, 1], 8, [[3], [2], [1], [0]]),
-        ([9, 1, 1, 1], 3, [[3, 2, 1, 0]]),
-        ([1, 1, 1, 9], 3, [[3], [2], [1, 0]]),
-        ([0, 0], 2, [[1], [0]]),
-    ],
-)
-def test_splits_are_about_equal(sizes: list[int], num_splits: int, expected: list[list[int]]) -> None:
-    splits = split_at_boundaries(sizes, num_splits)
-    assert sorted(index for split in splits for index in split) == list(range(len(sizes)))
-    assert splits == expected
 
 
 def test_unpacking_gives_views_and_the_values_back() -> None:

@@ -30,11 +30,15 @@ from lightning_dpx.lightning.memory.profiling import (
     keeps_gradients,
     profile_absent_slice,
     profile_slice,
+    seconds_of_slice,
 )
+from lightning_dpx.lightning.memory.step_times import Machines, SliceOfStep, predicted_steps
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned
+from lightning_dpx.memory.profile.roofline import Rates
+from lightning_dpx.memory.profile.step_seconds import StepSeconds
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
@@ -47,6 +51,7 @@ from lightning_dpx.replicas import (
     parse_workload,
     split_sizes,
 )
+from lightning_dpx.step_time import StepTime
 from lightning_dpx.torch_compat import tree_leaves
 
 Progress = Callable[[str], None]
@@ -68,6 +73,7 @@ class Settings:
         planner: As in the strategy.
         cache: Where profiles and plans of earlier dry runs are.
         micro_batches: As in the strategy; ``"auto"`` without a budget is 1.
+        machines: What steps are timed for; ``None`` if they are not.
     """
 
     devices: tuple[torch.device, ...]
@@ -79,6 +85,7 @@ class Settings:
     planner: str | Planner = "auto"
     cache: PlanCache = field(default_factory=lambda: PlanCache(False))
     micro_batches: MicroBatches | Literal["auto"] = 1
+    machines: Machines | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +147,13 @@ class DryRun:
         forecasts: One per active device.
         profiles: Of each of them, the step that its plan is followed in: that of a micro-batch where it is cut.
         plan_at: The plan of one of the forecasts for another room for activations, in bytes; raises BudgetError.
+        steps: Their times on 1, 2, 4, ... nodes, where they were asked for.
     """
 
     forecasts: tuple[DeviceForecast, ...]
     profiles: tuple[Profile, ...]
     plan_at: Callable[[DeviceForecast, int], MemoryPlan]
+    steps: tuple[StepTime, ...] = ()
 
     def profile_of(self, forecast: DeviceForecast) -> Profile:
         """The step that the plan of a forecast is followed in."""
@@ -309,7 +318,31 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     def plan_at(forecast: DeviceForecast, room: int) -> MemoryPlan:
         return planners[forecasts.index(forecast)].plan(room)
 
-    return DryRun(tuple(forecasts), tuple(followed), plan_at)
+    steps = _steps(trainer, module, settings, forecasts, profiles)
+    return DryRun(tuple(forecasts), tuple(followed), plan_at, tuple(steps))
+
+
+def _steps(
+    trainer: Trainer,
+    module: LightningModule,
+    settings: Settings,
+    forecasts: Sequence[DeviceForecast],
+    profiles: "StepProfiles",
+) -> list[StepTime]:
+    """The times of a step with the plans of ``forecasts``; none if they were not asked for."""
+    machines = settings.machines
+    if machines is None:
+        return []
+    # All others wait for it.
+    slowest = max(forecasts, key=lambda forecast: forecast.rows)
+    plan = slowest.plan
+    share = SliceOfStep(
+        seconds=profiles.seconds(slowest.rows, torch.device(slowest.device), machines.rates),
+        extra=(plan.recompute_share or 0.0) if plan is not None else 0.0,
+        micro_batches=plan.micro_batches if plan is not None else 1,
+        rows=sum(forecast.rows for forecast in forecasts),
+    )
+    return predicted_steps(trainer, module, settings.devices, settings.reducer, machines, share)
 
 
 class StepProfiles:
@@ -361,21 +394,30 @@ class StepProfiles:
             self._parts[rows] = self._made(rows, accumulates=True)
         return self._parts[rows]
 
+    def seconds(self, rows: int, device: torch.device, rates: Rates) -> StepSeconds:
+        """How long the step on the slice of a device takes, by its rates."""
+        self._progress(f"timing a step on {rows} rows")
+        run = _runner(self._trainer, self._trainer.lightning_module)
+        return seconds_of_slice(self._replicas, self._slice(rows), run, device, rates)
+
+    def _slice(self, rows: int) -> BatchSlice:
+        others = [rows, self._num_rows - rows]
+        part = self._batch if rows == self._num_rows else self._replicas.slicer.cut(self._batch, others)[0]
+        return BatchSlice(self._replicas.root, rows, part)
+
     def _made(self, rows: int, *, accumulates: bool) -> Profile:
         self._progress(f"profiling a step on {rows} rows")
         trainer = self._trainer
         settings = self._settings
         module = trainer.lightning_module
-        others = [rows, self._num_rows - rows]
-        part = self._batch if rows == self._num_rows else self._replicas.slicer.cut(self._batch, others)[0]
-        batch_slice = BatchSlice(self._replicas.root, rows, part)
+        batch_slice = self._slice(rows)
         # One profile serves all devices, so the first that is no host stands for the others.
         accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
         key = ""
         # To make a key takes a look at the whole module, which an unused cache is not worth.
         if settings.cache.is_on:
             known = rows, self._num_rows, accelerator, accumulates
-            key = key_of_run_step(trainer, module, part, torch.device("cpu"), *known)
+            key = key_of_run_step(trainer, module, batch_slice.batch, torch.device("cpu"), *known)
         run = _runner(trainer, module)
         return settings.cache.profile(
             key, partial(_profile, self._replicas, batch_slice, run, accelerator, accumulates)

@@ -20,6 +20,8 @@ from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
+from lightning_dpx.memory.profile.roofline import Rates
+from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBatch, first_loss
 from lightning_dpx.replicas.error_notes import trial_noted
@@ -179,6 +181,27 @@ def profile_absent_slice(
             here=torch.device("cpu"),
             few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
             accumulates=accumulates,
+        )
+
+
+def seconds_of_slice(
+    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, target: torch.device, rates: Rates
+) -> StepSeconds:
+    """How long a step on ``batch_slice`` takes on a device with these rates, run by a shadow; see :func:`step_seconds`.
+
+    Raises:
+        PlanError: fake tensors cannot run the step.
+    """
+    shadow = _shadow_of(replicas, batch_slice)
+    end = _EndOfSlice(replicas, shadow)
+    noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
+    with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
+        return step_seconds(
+            shadow,
+            batch_slice.batch,
+            target,
+            lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows)),
+            rates,
         )
 
 

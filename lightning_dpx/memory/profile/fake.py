@@ -65,6 +65,9 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         fake: Whether these tensors are, so that operators take nothing.
         numbers: Whether small whole numbers are real all the same.
         probe: What tries operators of fakes for real, where the target is there.
+
+    Attributes:
+        rates: Of the target; others may be put in their place.
     """
 
     # All tensors of the step may be fakes here. Elsewhere they are a look of torch's own at what
@@ -83,7 +86,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(device, writes)
         self._numbers = numbers
-        self._rates = rates_of(target)
+        self.rates = rates_of(target)
         self._target = target
         self._probe = probe
         self._probed: Probed | None = None  # the operator that is being looked at
@@ -102,7 +105,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         if self._probed is not None:
             out = as_probed(out, self._probed)
             taken = self._probed.taken
-        return out, self._rates.seconds(func, args, kwargs, out), taken
+        return out, self.rates.seconds(func, args, kwargs, out), taken
 
     def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:
         if self._by_rule and self._probed is None:
