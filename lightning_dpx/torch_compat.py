@@ -94,6 +94,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="what it writes (_param_infos, _shapes, _shared_param_infos) tells names and shapes of parameters",
         without="modules that FSDPStrategy has wrapped cannot be planned",
     ),
+    "torch.testing._internal.distributed.fake_pg.FakeStore": PrivateName(
+        why="a process group whose other ranks are not there has no public store",
+        without="what ranks of FSDP2 take cannot be predicted",
+    ),
     "torch.nn.Module._apply": PrivateName(
         why="that of a sharded module goes on to its sharded parameters",
         without="modules that fully_shard has spread cannot be planned",
@@ -512,6 +516,56 @@ def flat_parts_of(wrapper: Any) -> FlatParts:
     return parts
 
 
+def sharded_parameters(module: torch.nn.Module) -> list[Any]:
+    """What ``fully_shard`` keeps of every parameter of the units in ``module``, each once."""
+    found: dict[int, Any] = {}
+    for child in module.modules():
+        read_state = getattr(child, "_get_fsdp_state", None)
+        if read_state is None:
+            continue
+        state = read_state()
+        # Torch 2.12 and before have one group for a unit, under another name.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group]
+        for group in groups:
+            for parameter in () if group is None else group.fsdp_params:
+                found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def shard_of(parameter: Any) -> torch.Tensor:
+    """The part of one of :func:`sharded_parameters` that is here, flat, with what it is padded by."""
+    shard: torch.Tensor = parameter._sharded_param_data
+    return shard
+
+
+def gathered_bytes(parameters: Sequence[Any]) -> int:
+    """Bytes of those of :func:`sharded_parameters` that are whole now; torch resizes their storages unseen."""
+    total = 0
+    for parameter in parameters:
+        # There are none before the first forward.
+        for whole in getattr(parameter, "all_gather_outputs", ()):
+            total += whole.untyped_storage().nbytes()
+    return total
+
+
+def reset_sharded(parameter: Any) -> None:
+    """One of :func:`sharded_parameters` takes the tensor that its module has now, as before its first forward."""
+    parameter.reset_sharded_param()
+    parameter.all_gather_outputs = []
+    # A view of those, which the next forward makes anew.
+    vars(parameter).pop("_unsharded_param", None)
+
+
+def fake_store() -> Any:
+    """The store of a process group "fake", whose other ranks are not there and whose collectives do nothing."""
+    # Importing it registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()  # type: ignore[no-untyped-call]
+
+
 def default_store() -> Any:
     """The store of the default process group."""
     return _c10d._get_default_store()  # type: ignore[attr-defined]
@@ -601,22 +655,23 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "COLLECTIVES", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
-    "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-    "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES",
-    "PrivateName", "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of",
-    "buffers_of", "check_input_dim", "compile_backends", "compiled_call_of", "current_function_mode",
-    "current_graph_task_id", "default_store", "disable_current_modes", "dynamo_config", "end_legacy_profiler",
-    "engine_code", "execution_engine", "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_",
-    "foreach_div", "foreach_div_", "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of",
-    "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage",
-    "function_modes", "functorch_config", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
-    "has_storage", "inductor_compiler", "innermost_transform", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
-    "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of", "on_distributed_tensors",
-    "on_tensors_of_tensors", "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass",
-    "mark_as_parameter", "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",
-    "post_accumulate_hooks_of", "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks",
-    "pynvml_handler", "pytree", "register_device_module", "run_backward", "saved_tensors_hooks_enabled",
-    "schema_of", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "tree_flatten",
+    "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES", "PrivateName",
+    "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "buffers_of", "check_input_dim",
+    "compile_backends", "compiled_call_of", "current_function_mode", "current_graph_task_id", "default_store",
+    "disable_current_modes", "dynamo_config", "end_legacy_profiler", "engine_code", "execution_engine", "fake_store",
+    "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_",
+    "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs",
+    "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes",
+    "functorch_config", "gathered_bytes", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
+    "has_storage", "inductor_compiler", "innermost_transform", "is_any_autocast_enabled",
+    "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view",
+    "key_of", "on_distributed_tensors", "on_tensors_of_tensors", "len_torch_dispatch_stack",
+    "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "original_of", "output_metadata",
+    "overload_name", "parameters_of", "pop_saved_tensors_hooks", "post_accumulate_hooks_of",
+    "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks", "pynvml_handler", "pytree",
+    "register_device_module", "reset_sharded", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of",
+    "sharded_parameters", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "tree_flatten",
     "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "user_cache_dir",
     "version_counter", "view_base", "weak_storage", "with_memory_in",
 ]  # fmt: skip

@@ -24,10 +24,7 @@ def peak_of_passing(step: Callable[[], object]) -> int:
     parameters, unless others were there already, nor what was there before. Only what ``step`` does on the CPU in its
     own thread is seen.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step()
-    # The tree has blocks under the operators that asked for them, not in the order of time.
-    blocks = sorted(_blocks(record.profiler.kineto_results.experimental_event_tree()), key=lambda block: block[0])
+    blocks = _blocks_of(step)
     changes = [0] * len(blocks)
     present: dict[int, int] = {}
     for event, (_, address, num_bytes) in enumerate(blocks):
@@ -39,6 +36,20 @@ def peak_of_passing(step: Callable[[], object]) -> int:
             changes[born] = -num_bytes
             changes[event] = num_bytes
     return max(accumulate(changes), default=0)
+
+
+def peak_of_everything(step: Callable[[], object]) -> int:
+    """The most bytes, at any time of ``step``, of what was allocated in it, whether it is gone by its end or not."""
+    sizes = [num_bytes for _, _, num_bytes in _blocks_of(step)]
+    return max(accumulate(sizes), default=0)
+
+
+def _blocks_of(step: Callable[[], object]) -> list[_Block]:
+    """What came and went during ``step``, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step()
+    # The tree has blocks under the operators that asked for them, not in the order of time.
+    return sorted(_blocks(record.profiler.kineto_results.experimental_event_tree()), key=lambda block: block[0])
 
 
 def _blocks(events: list[Any]) -> Iterator[_Block]:

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_dpx.commands.plan_times import add_options, as_dicts, check_times, format_steps, machines_of, section_of
+from lightning_dpx.commands import plan_ranks, plan_times
+from lightning_dpx.commands.plan_ranks import as_one_rank, check_ranks, num_ranks, ranks_of_fsdp2
+from lightning_dpx.commands.plan_times import as_dicts, check_times, format_steps, machines_of, section_of
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.commands.train import make_cli
@@ -31,6 +33,7 @@ from lightning_dpx.lightning import (
 )
 from lightning_dpx.lightning.lightning_api import Checkpoint, PossibleUserWarning
 from lightning_dpx.lightning.lightning_compat import look_up
+from lightning_dpx.lightning.memory.rank_run import rank_run
 from lightning_dpx.lightning.memory.step_times import Machines
 from lightning_dpx.lightning.monitors.base import format_rows
 from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profile
@@ -74,7 +77,8 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
     plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
     add_plan_cache(plan)
-    add_options(plan)
+    plan_ranks.add_options(plan)
+    plan_times.add_options(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=run, takes_more=True)
 
@@ -115,16 +119,27 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
         cli.trainer.callbacks[:] = kept
         with shown("planning memory"):
-            found = dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress)
+            run_of = cli.trainer, cli.model, cli.datamodule
+            if args.strategy == "fsdp2":
+                ranks = ranks_of_fsdp2(args, cli, settings)
+                found = rank_run(*run_of, as_one_rank(args, cli, settings), ranks, progress)
+            elif args.strategy == "ddp":
+                found = dry_run(*run_of, as_one_rank(args, cli, settings), progress)
+            else:
+                found = dry_run(*run_of, settings, progress)
     # The line of progress goes before anything else is printed.
     done()
     if args.json:
         devices = [_as_dict(forecast) for forecast in found.forecasts]
         report = {"fits": found.fits, "basis": found.basis, "devices": devices}
+        if args.strategy != "dpx":
+            report["ranks"] = num_ranks(args, cli, settings)
         if settings.machines is not None:
             report["steps"] = as_dicts(found.steps)
         print(json.dumps(report))
     else:
+        if args.strategy != "dpx":
+            print(f"one of {num_ranks(args, cli, settings)} processes with --strategy {args.strategy}:")
         print(format_dry_run(found))
         if settings.machines is not None:
             print(f"\n{format_steps(found.steps, settings.machines)}")
@@ -157,6 +172,9 @@ def _settings(args: argparse.Namespace, cli: Any) -> Settings:
     settings = replace(settings, cache=PlanCache(args.plan_cache, TellOnce()))
     if args.micro_batches is not None:
         settings = replace(settings, micro_batches=parse_number(args.micro_batches))
+    # With other strategies it is the memory of a rank that depends on the number of nodes.
+    if args.strategy != "dpx":
+        return settings
     nodes = look_up(cli, cli.config, "trainer.num_nodes")
     return replace(settings, machines=machines_of(args, chosen, settings.devices, nodes))
 
@@ -251,6 +269,7 @@ def check_settings(args: argparse.Namespace) -> None:
     if args.micro_batches is not None:
         parse_number(args.micro_batches)
     check_times(args)
+    check_ranks(args)
 
 
 def on_one_cpu() -> dict[str, Any]:
@@ -358,8 +377,17 @@ def parse_number(text: str) -> int | Literal["auto"]:
 
 
 def _heads(found: DryRun) -> tuple[str, ...]:
-    # Most runs have none, and the table is wide already.
-    return (*HEADS, "micro-batches") if _is_cut(found) else HEADS
+    # Most runs have neither, and the table is wide already.
+    heads = list(HEADS)
+    if _communicates(found):
+        heads.insert(heads.index("activations"), "communication")
+    if _is_cut(found):
+        heads.append("micro-batches")
+    return tuple(heads)
+
+
+def _communicates(found: DryRun) -> bool:
+    return any(one.communication for one in found.forecasts)
 
 
 def _is_cut(found: DryRun) -> bool:
@@ -371,7 +399,10 @@ def _cells(found: DryRun) -> list[list[str]]:
     is_cut = _is_cut(found)
     for one in found.forecasts:
         share = one.plan.recompute_share if one.plan is not None else None
-        sizes = (one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs, one.unplanned)
+        sizes = [one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs]
+        if _communicates(found):
+            sizes.append(one.communication)
+        sizes.append(one.unplanned)
         rows.append(
             [
                 *(one.device, str(one.rows), *(f"{size / MIB:.1f}" for size in sizes)),

@@ -162,6 +162,22 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """The mesh that ``configure_model()`` shards over, as ModelParallelStrategy sets it."""
+    module._device_mesh = mesh
+
+
+def ddp_options_of(strategy: Any) -> dict[str, Any]:
+    """What Lightning's DDPStrategy hands to torch; nothing of other strategies."""
+    options: dict[str, Any] = getattr(strategy, "_ddp_kwargs", {})
+    return options
+
+
+def tensor_parallel_size_of(strategy: Any) -> Any:
+    """Of Lightning's ModelParallelStrategy, a number or ``"auto"``; 1 of other strategies."""
+    return getattr(strategy, "_tensor_parallel_size", 1)
+
+
 def set_trainer(module: Any, trainer: Any) -> None:
     """Makes ``module`` belong to ``trainer``: a LightningModule drops its trainer from its copies."""
     module._trainer = trainer
@@ -234,8 +250,9 @@ __all__ = [
     "CODE_THAT_ASKS", "DataFetcherWrapper", "Launcher", "PRIVATE_NAMES", "RICH_IS_AVAILABLE",
     "ResultCollection", "SignalConnector", "WrappingCheckpointIO", "accelerator_connector", "active_loop",
     "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "compiler_context_of",
-    "data_hooks", "set_compiler_context", "set_trainer", "init_dist_connection", "initialize_strategy_again",
-    "layer_sync_of", "lightning_optimizers_of", "look_up", "module_of", "optimizers_of", "precision_hooks",
-    "reduce_processes", "reset_precision_hooks", "set_precision_hooks", "states_of", "steps_for_logs",
-    "take_signals", "trainer_of", "transfer_batch", "wrap_optimizer",
+    "data_hooks", "ddp_options_of", "set_compiler_context", "set_device_mesh", "set_trainer",
+    "init_dist_connection", "initialize_strategy_again", "layer_sync_of", "lightning_optimizers_of", "look_up",
+    "module_of", "optimizers_of", "precision_hooks", "reduce_processes", "reset_precision_hooks",
+    "set_precision_hooks", "states_of", "steps_for_logs", "take_signals", "tensor_parallel_size_of",
+    "trainer_of", "transfer_batch", "wrap_optimizer",
 ]  # fmt: skip

@@ -74,6 +74,7 @@ class Settings:
         cache: Where profiles and plans of earlier dry runs are.
         micro_batches: As in the strategy; ``"auto"`` without a budget is 1.
         machines: What steps are timed for; ``None`` if they are not.
+        keeps_buckets: Whether DDP holds every gradient once more, in the buckets that it sends.
     """
 
     devices: tuple[torch.device, ...]
@@ -86,6 +87,7 @@ class Settings:
     cache: PlanCache = field(default_factory=lambda: PlanCache(False))
     micro_batches: MicroBatches | Literal["auto"] = 1
     machines: Machines | None = None
+    keeps_buckets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class DeviceForecast:
         plan: What is kept and what is computed again; ``None`` where the budget cannot be met.
         budget: What was allowed in all; 0 without a budget.
         smallest: The least that the device can do with in all; 0 if it was not asked for.
+        communication: What processes need to share parameters and gradients: buckets of DDP, and with FSDP2 what is
+            there at the peak beside activations, such as whole parameters.
     """
 
     device: str
@@ -117,11 +121,13 @@ class DeviceForecast:
     plan: MemoryPlan | None
     budget: int
     smallest: int = 0
+    communication: int = 0
 
     @property
     def static(self) -> int:
         """Everything but activations."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.inputs
+        held = self.parameters + self.gradients + self.optimizer + self.buffers
+        return held + self.inputs + self.communication
 
     @property
     def peak(self) -> int:
@@ -473,6 +479,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
                 "gradients": all_gradients + arriving,
                 "optimizer": states * owned,
                 "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+                "communication": all_gradients if settings.keeps_buckets else 0,
             }
         )
     return found

@@ -13,14 +13,13 @@ from torch import nn
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.fake import RooflineCosts, fake_device_for, faked
+from lightning_dpx.memory.profile.fake import NO_ANSWER, RooflineCosts, fake_device_for, faked, with_or_without_numbers
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
 
 Cut = Callable[[int], Any]
 _PACKAGE = Path(__file__).parents[2]
-_NO_ANSWER = (RuntimeError, TypeError, ValueError, AssertionError)  # of torch, where a fake has none
 
 
 def profile_absent(
@@ -51,7 +50,7 @@ def profile_absent(
         PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
     """
 
-    def on_fakes(*, numbers: bool) -> Profile:
+    def on_fakes(numbers: bool) -> Profile:
         with faked(module, batch, target, here, numbers=numbers) as (inputs, meter):
             return profile_step(
                 module,
@@ -63,17 +62,10 @@ def profile_absent(
             )
 
     try:
-        try:
-            return on_fakes(numbers=True)
-        except DPXError:  # about the step itself, whichever built-in error it is as well
-            raise
-        except _NO_ANSWER as error:  # it may be that numbers of fakes were to be written into real ones
-            # Its frames hold fakes of the run that was broken off.
-            traceback.clear_frames(error.__traceback__)
-            return on_fakes(numbers=False)
+        return with_or_without_numbers(on_fakes)
     except DPXError:
         raise
-    except _NO_ANSWER as error:
+    except NO_ANSWER as error:
         why = _reason(error)
         tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
         if any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors):
@@ -120,7 +112,7 @@ def _on_few_rows(
     more = max(rows // 4, 4)
     try:
         parts = (on(few), on(more)) if rows > 4 else None
-    except (*_NO_ANSWER, IndexError) as error:  # its rows belong together, as the nodes and edges of a graph do
+    except (*NO_ANSWER, IndexError) as error:  # its rows belong together, as the nodes and edges of a graph do
         traceback.clear_frames(error.__traceback__)
         parts = None
     if parts is None:

@@ -16,17 +16,19 @@ assumed, and ``torch.autocast`` of an absent device does nothing.
 """
 
 import gc
+import traceback
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.errors import DPXError
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, repeat
@@ -46,6 +48,8 @@ from lightning_dpx.torch_compat import (
     FakeTensorMode,
     buffers_of,
     disable_current_modes,
+    gathered_bytes,
+    is_traceable_wrapper_subclass,
     mark_as_parameter,
     parameters_of,
     schema_of,
@@ -53,6 +57,8 @@ from lightning_dpx.torch_compat import (
 )
 
 aten: Any = torch.ops.aten
+NO_ANSWER = (RuntimeError, TypeError, ValueError, AssertionError)  # of torch, where a fake has none
+_T = TypeVar("_T")
 
 
 class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
@@ -194,16 +200,25 @@ class RooflineCosts(CostModel):
         return 0
 
 
-class _FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
+class FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
     """A trace of fakes, which also notes what cannot be read from them later.
 
     Attributes:
         masks: Storages with zeros and one other number, as a dropout draws them.
+        resized: Parameters of ``fully_shard``, whose storages torch resizes, which no operator tells.
+        resized_bytes: Of those at every event; empty where there are none.
     """
 
     def __init__(self, device: torch.device, target: torch.device, probe: Probe | None, *, numbers: bool) -> None:
         super().__init__(device, target, fake=True, probe=probe, numbers=numbers)
         self.masks: set[Allocation] = set()
+        self.resized: list[Any] = []
+        self.resized_bytes: list[int] = []
+
+    def _event(self, inside: int = 0) -> int:
+        if self.resized:
+            self.resized_bytes.append(gathered_bytes(self.resized))
+        return super()._event(inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # fakes are asked for their device by an operator
@@ -279,7 +294,7 @@ class FakeCosts(RooflineCosts):
         super().__init__(here, target)
         self._mode = mode
         self._numbers = numbers
-        self._traces = list[_FakeTrace]()
+        self._traces = list[FakeTrace]()
         # Of an accelerator nothing is taken while it is planned for: others may be at work there.
         self._probe = Probe(here, self.rates) if is_host(target) else None
         inside = "by rule" if self._probe is None else "tried one by one"
@@ -295,7 +310,7 @@ class FakeCosts(RooflineCosts):
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
         # All of them are kept: what their runs have left behind is looked for at the very end.
-        self._traces.append(_FakeTrace(self.device, self._target, self._probe, numbers=self._numbers))
+        self._traces.append(FakeTrace(self.device, self._target, self._probe, numbers=self._numbers))
         return self._traces[-1]
 
     def _watch(self) -> RatedTrace:
@@ -333,7 +348,13 @@ def fake_device_for(target: torch.device) -> torch.device:
 
 @contextmanager
 def faked(
-    module: nn.Module, batch: Any, target: torch.device, here: torch.device, *, numbers: bool = True
+    module: nn.Module,
+    batch: Any,
+    target: torch.device,
+    here: torch.device,
+    *,
+    numbers: bool = True,
+    sharded: bool = False,
 ) -> Iterator[tuple[Any, FakeCosts]]:
     """Inside, the parameters and buffers of ``module`` are fakes, and it works on fakes and small whole numbers only.
 
@@ -345,6 +366,7 @@ def faked(
         target: What is planned for.
         here: Where the fakes are.
         numbers: Whether small whole numbers stay real, with which the step takes the branches that it really does.
+        sharded: Whether parameters that ``fully_shard`` has spread stay so, with fakes for the parts that are here.
 
     Yields:
         The batch as fakes, and what watches a step on it.
@@ -364,7 +386,10 @@ def faked(
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         # One fake for one tensor, however often it is reached: tied parameters stay tied.
         if id(tensor) not in known:
-            known[id(tensor)] = _copy_of(tensor) if numbers and is_known(tensor) else _fake_of(tensor, here)
+            if sharded and is_traceable_wrapper_subclass(tensor):
+                known[id(tensor)] = mode.from_tensor(tensor)
+            else:
+                known[id(tensor)] = _copy_of(tensor) if numbers and is_known(tensor) else _fake_of(tensor, here)
         return known[id(tensor)]
 
     with _put_back(module), mode:
@@ -376,7 +401,8 @@ def faked(
             for registered in (parameters_of(child), buffers_of(child)):
                 if name in registered:
                     registered[name] = None
-        module.to(here)  # there is nothing to move, but a LightningModule remembers the device
+        if not sharded:
+            module.to(here)  # there is nothing to move, but a LightningModule remembers the device
         for child, name, tensor in tensors:
             setattr(child, name, fake(tensor))  # recurrent layers notice
         yield tree_map_only(torch.Tensor, fake, batch), meter
@@ -390,6 +416,18 @@ def faked(
             "as a cache; do not run real steps in this process.",
             stacklevel=6,
         )
+
+
+def with_or_without_numbers(run: Callable[[bool], _T]) -> _T:
+    """What ``run`` gives with small whole numbers that stay real, as :func:`faked` takes it; if need be, without."""
+    try:
+        return run(True)
+    except DPXError:  # about the step itself, whichever built-in error it is as well
+        raise
+    except NO_ANSWER as error:  # it may be that numbers of fakes were to be written into real ones
+        # Its frames hold fakes of the run that was broken off.
+        traceback.clear_frames(error.__traceback__)
+        return run(False)
 
 
 def _tensors_of(child: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

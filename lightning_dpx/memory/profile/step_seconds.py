@@ -1,6 +1,5 @@
 """When each gradient of a step would be there, on a device that is not: times by FLOPs and bytes, on fake tensors."""
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +9,9 @@ import torch
 from torch import nn
 
 from lightning_dpx.errors import DPXError, PlanError
-from lightning_dpx.memory.profile.fake import faked
+from lightning_dpx.memory.profile.fake import NO_ANSWER, faked, with_or_without_numbers
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.profile.roofline import Rates
-
-_NO_ANSWER = (RuntimeError, TypeError, ValueError, AssertionError)  # of torch, where a fake has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,33 +45,25 @@ def step_seconds(
     Raises:
         PlanError: fake tensors cannot run the step.
     """
+
+    def on_fakes(numbers: bool) -> StepSeconds:
+        with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, meter):
+            trace: Any = meter.trace()
+            trace.rates = rates
+            with meter.preserve_module_state(module), torch.enable_grad():
+                return _timed(module, step(inputs), meter.as_on_target, trace)
+
     try:
-        try:
-            return _on_fakes(module, batch, target, step, rates, numbers=True)
-        except DPXError:  # about the step itself
-            raise
-        except _NO_ANSWER as error:  # it may be that numbers of fakes were to be written into real ones
-            traceback.clear_frames(error.__traceback__)
-            return _on_fakes(module, batch, target, step, rates, numbers=False)
-    except DPXError:
+        return with_or_without_numbers(on_fakes)
+    except DPXError:  # about the step itself
         raise
-    except _NO_ANSWER as error:
+    except NO_ANSWER as error:
         first = str(error).strip().partition("\n")[0]
         raise PlanError(
             f"The time of a step is predicted on fake tensors, and they cannot run this one of {type(module).__name__} "
             f"({type(error).__name__}: {first}). Take what needs numbers out of the step, such as .item() and branches "
             "on tensors, or leave out what asks for times; memory is predicted all the same."
         ) from error
-
-
-def _on_fakes(
-    module: nn.Module, batch: Any, target: torch.device, step: Callable[[Any], Run], rates: Rates, *, numbers: bool
-) -> StepSeconds:
-    with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, meter):
-        trace: Any = meter.trace()
-        trace.rates = rates
-        with meter.preserve_module_state(module), torch.enable_grad():
-            return _timed(module, step(inputs), meter.as_on_target, trace)
 
 
 def _timed(module: nn.Module, run: Run, context: Callable[[], Any], trace: Any) -> StepSeconds:

@@ -1,0 +1,262 @@
+"""What a rank of FSDP2 would hold in a training step, of any number of ranks, none of which need be there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.activations import arguments_of_step
+from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
+from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_overridden
+from lightning_dpx.lightning.lightning_compat import set_device_mesh
+from lightning_dpx.lightning.logging import StepLog
+from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.dry_run import (
+    DeviceForecast,
+    DryRun,
+    Progress,
+    Settings,
+    plan_step,
+    work_on_first_batch,
+)
+from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
+from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
+from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded_units
+from lightning_dpx.memory.absent_ranks import absent_ranks, shard_units
+from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
+from lightning_dpx.replicas import BatchSlice, Replica
+from lightning_dpx.torch_compat import gathered_dtype, tree_leaves
+
+_MOST_TRIES = 4  # plans for one budget: what sharding adds is known only when a plan is followed
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Processes that a module is sharded over, with one device each.
+
+    Attributes:
+        num: How many.
+        units: What ``fully_shard`` is called on, as names with ``*``; empty where ``configure_model()`` says so.
+    """
+
+    num: int
+    units: Sequence[str] = ()
+
+
+def rank_run(
+    trainer: Trainer,
+    module: LightningModule,
+    data: Any,
+    settings: Settings,
+    ranks: Ranks,
+    progress: Progress = lambda _: None,
+) -> DryRun:
+    """Predicts the memory of the first rank, whose parts are the largest, in a step on the first batch of ``data``.
+
+    Args:
+        trainer: On one CPU, with the precision and the callbacks of the run.
+        module: What would be trained; it is sharded afterwards, and of no further use.
+        data: A datamodule or a loader; ``None`` if the module has its own.
+        settings: Of the run; the first device is that of a rank.
+        ranks: Of the run.
+        progress: Told what happens next.
+
+    Raises:
+        ConfigurationError: it is not known what ``fully_shard`` is called on.
+        PlanError: fake tensors cannot run the step.
+    """
+    with absent_ranks(ranks.num) as mesh:
+        # Here configure_model() looks for it, which the Trainer calls.
+        set_device_mesh(module, mesh)
+        return work_on_first_batch(
+            trainer,
+            module,
+            data,
+            lambda trainer, module, batch: _forecast(
+                _RankStep(trainer, module, batch, settings), ranks, mesh, progress
+            ),
+        )
+
+
+class _RankStep:
+    """A step of one rank, whose whole batch it has.
+
+    Args:
+        trainer: Of the dry run.
+        module: What is sharded.
+        batch: Of the rank.
+        settings: Of the run.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, settings: Settings) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.batch = batch
+        self.settings = settings
+        self.device = settings.devices[0]
+        self.accumulates = keeps_gradients(trainer)
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return rows_to_weigh_by(self.batch)
+
+    def on(self, inputs: Any) -> Run:
+        """The step on ``inputs``, which may be fakes."""
+        module = self.module
+        # The user's own module runs on fake tensors, and what it logs must not reach the Trainer.
+        log = StepLog(BatchSlice(Replica(0, self.device, module), 0, inputs))
+
+        def step() -> torch.Tensor | None:
+            with log.recording(module), self.trainer.precision_plugin.train_step_context():
+                return end_of_step(module, module.training_step(*arguments_of_step(module.training_step, inputs)))
+
+        return step
+
+    def profile(self) -> Profile:
+        """Its activations, as of a module that is not sharded."""
+        return profile_unsharded(self.module, self.batch, self.device, self.on, accumulates=self.accumulates)
+
+    def memory(self, plan: MemoryPlan | None) -> RankMemory:
+        """All that comes and goes, with ``plan`` if there is one."""
+        return rank_memory(self.module, self.batch, self.device, self.on, plan, accumulates=self.accumulates)
+
+    def held(self) -> dict[str, int]:
+        """What is there between steps, by kind."""
+        shards = shard_bytes(self.module)
+        # Which optimizer has which parameter is not asked: the largest number of states bounds them all.
+        states = max((states_of(optimizer) for optimizer in self.trainer.optimizers), default=0)
+        inputs = [leaf.nbytes for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)]
+        return {
+            "parameters": shards.parameters,
+            "gradients": shards.gradients if self.accumulates else 0,
+            "optimizer": states * shards.states,
+            "buffers": sum(buffer.nbytes for buffer in self.module.buffers()),
+            "inputs": sum(inputs),
+        }
+
+
+def _forecast(step: _RankStep, ranks: Ranks, mesh: Any, progress: Progress) -> DryRun:
+    _require_units(step.module, ranks, mesh["data_parallel"])
+    if not step.module.automatic_optimization:
+        raise PlanError("What a rank of fsdp2 takes is predicted for steps with automatic optimization only.")
+    progress("following a step of one rank")
+    memory = step.memory(None)
+    held = step.held()
+    budget = step.settings.budget
+    if isinstance(budget, float):
+        budget = int(budget * (sum(held.values()) + memory.peak))
+    found = _RankForecast(step, ranks, memory, held)
+    if _gathers_in_another_dtype(step.module):
+        if budget is not None:
+            raise PlanError(
+                "A plan is made from the module as it was before fully_shard, and with a MixedPrecisionPolicy that is "
+                "another step: leave out the budget, or use autocast (precision: bf16-mixed)."
+            )
+        activations = memory.peak - memory.gathered - memory.gradients
+        return DryRun((found.of(memory, activations, activations),), (), _no_plan)
+    progress(f"profiling a step on {step.rows} rows")
+    profile = step.profile()
+    forecast = found.planned(profile, budget)  # type: ignore[arg-type]
+    return DryRun((forecast,), (profile,), lambda _, room: found.plan(profile, room))
+
+
+def _no_plan(_forecast: DeviceForecast, _room: int) -> MemoryPlan:
+    raise BudgetError("There is no plan of this step.")
+
+
+def _require_units(module: LightningModule, ranks: Ranks, mesh: Any) -> None:
+    """Sharded now, by ``configure_model()`` or as the command line says."""
+    sharded = sharded_units(module)
+    if ranks.units and sharded:
+        raise ConfigurationError(
+            f"configure_model() of {type(module).__name__} has called fully_shard already; leave out --shard-units."
+        )
+    if ranks.units:
+        shard_units(module, ranks.units, mesh)
+    elif not sharded:
+        done = "calls no fully_shard" if is_overridden("configure_model", module) else "is not there"
+        raise ConfigurationError(
+            f"It is not known what fully_shard is called on: configure_model() of {type(module).__name__} {done}. Name "
+            "the modules by --shard-units, once for each, such as --shard-units 'model.layers.*' --shard-units model."
+        )
+
+
+def _gathers_in_another_dtype(module: nn.Module) -> bool:
+    return any(gathered_dtype(child) is not None for child in module.modules())
+
+
+class _RankForecast:
+    """The first rank in a step, with and without plans.
+
+    Args:
+        step: Of the rank.
+        ranks: All of them.
+        memory: Of the step without a plan.
+        held: Bytes that are there between steps, by kind.
+    """
+
+    def __init__(self, step: _RankStep, ranks: Ranks, memory: RankMemory, held: dict[str, int]) -> None:
+        self._step = step
+        self._ranks = ranks
+        self._memory = memory
+        self._held = held
+
+    def plan(self, profile: Profile, room: int) -> MemoryPlan:
+        """The plan for so many bytes of activations.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        return plan_step(self._step.module, self._step.settings, profile, room)
+
+    def of(self, memory: RankMemory, unplanned: int, activations: int, **more: Any) -> DeviceForecast:
+        """What is there at the peak, which is that of ``memory``.
+
+        Args:
+            memory: Of the step.
+            unplanned: Bytes of activations without a plan.
+            activations: With the plan that the step follows, if any.
+            more: Fields of the forecast: the plan, and the budget.
+        """
+        held = {**self._held, "gradients": self._held["gradients"] + memory.gradients}
+        return DeviceForecast(
+            device=f"rank 0 of {self._ranks.num}",
+            rows=self._step.rows,
+            **held,
+            unplanned=unplanned,
+            communication=max(0, memory.peak - memory.gradients - activations),
+            **{"plan": None, "budget": 0, **more},
+        )
+
+    def planned(self, profile: Profile, budget: int | None) -> DeviceForecast:
+        """The rank in a step within ``budget``; without one, everything is kept."""
+        most = profile.peak
+        if budget is None:
+            return self.of(self._memory, most, most, plan=self.plan(profile, most))
+        held = sum(self._held.values())
+        adds = max(0, self._memory.peak - most)
+        memory = self._memory
+        for _ in range(_MOST_TRIES):
+            try:
+                plan = self.plan(profile, max(1, budget - held - adds))
+            except BudgetError as error:
+                smallest = held + adds + (error.smallest or 0)
+                return self.of(self._memory, most, most, budget=budget, smallest=smallest)
+            memory = self._memory_with(plan, adds)
+            if held + memory.peak <= budget:
+                return self.of(memory, most, plan.peak or 0, plan=plan, budget=budget)
+            # The plan moves the peak to where more of the parameters are whole.
+            adds += held + memory.peak - budget
+        return self.of(self._memory, most, most, budget=budget, smallest=held + memory.peak)
+
+    def _memory_with(self, plan: MemoryPlan, adds: int) -> RankMemory:
+        """What comes and goes in a step that follows ``plan``."""
+        # Fakes are on the host, where nothing is offloaded to the host: then both peaks are taken together, as if
+        # they were at one time.
+        if plan.names("offload"):
+            return self._memory._replace(peak=(plan.peak or 0) + adds)
+        return self._step.memory(plan)

@@ -1,0 +1,174 @@
+"""The memory of one rank in a step of a module that ``fully_shard`` has spread over ranks that are not there.
+
+Torch's own code runs on fake tensors: it gathers a unit before its forward and its backward, fetches the next one in
+backward ahead of time, keeps the outermost one, pads, copies in and out and scatters gradients as it does in a real
+group, and a plan is followed as in a real step. So what is there at every moment is known to the byte, without a rule
+of ours about any of it; see torch's ``FSDPParamGroup``.
+
+The parameters while they are whole are the one thing that no operator tells of: torch resizes their storages, which are
+asked for their size at every event instead.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_dpx.errors import DPXError, PlanError
+from lightning_dpx.memory.apply import apply_plan, planned, remove_plan
+from lightning_dpx.memory.plan.plan import MemoryPlan
+from lightning_dpx.memory.profile.fake import NO_ANSWER, FakeCosts, faked, with_or_without_numbers
+from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.torch_compat import is_traceable_wrapper_subclass, reset_sharded, shard_of, sharded_parameters
+
+
+class RankMemory(NamedTuple):
+    """What a step adds on a rank to what is there between steps, in bytes.
+
+    Attributes:
+        peak: At the most at once: activations, whole parameters, gradients, and what collectives read and write.
+        gathered: Whole parameters, at that moment.
+        gradients: The rank's parts of gradients that the step has made by then; none if they were there before.
+    """
+
+    peak: int
+    gathered: int
+    gradients: int
+
+
+class ShardBytes(NamedTuple):
+    """What a rank holds all the time, in bytes.
+
+    Attributes:
+        parameters: Its parts, with what they are padded by, and parameters that are in no unit.
+        gradients: Likewise.
+        states: Of a state that an optimizer keeps for every number of a trained parameter; parts without padding.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+
+
+def shard_bytes(module: nn.Module) -> ShardBytes:
+    """What a rank holds of ``module``; that of the first rank, whose parts are the largest."""
+    parameters = gradients = states = 0
+    for one in sharded_parameters(module):
+        shard = shard_of(one)
+        parameters += shard.nbytes
+        if one.sharded_param.requires_grad:
+            # Gradients come out of a collective of equal parts, so that they are padded as well.
+            gradients += shard.nbytes
+            states += one.sharded_param.to_local().nbytes
+    for parameter in module.parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            continue
+        parameters += parameter.nbytes
+        if parameter.requires_grad:
+            gradients += parameter.nbytes
+            states += parameter.nbytes
+    return ShardBytes(parameters, gradients, states)
+
+
+def rank_memory(
+    module: nn.Module,
+    batch: Any,
+    target: torch.device,
+    step: Callable[[Any], Run],
+    plan: MemoryPlan | None,
+    *,
+    accumulates: bool = False,
+) -> RankMemory:
+    """The memory of a step of a sharded module, after the first one, with ``plan`` if there is one.
+
+    Args:
+        module: Sharded over ranks of which only this one is there; see :func:`absent_ranks`.
+        batch: Of this rank.
+        target: What is planned for; it need not be there.
+        step: The step on such a batch.
+        plan: What is computed again.
+        accumulates: Whether gradients of an earlier step are there, to which those of this one are added.
+
+    Raises:
+        PlanError: fake tensors cannot run the step.
+    """
+
+    def on_fakes(numbers: bool) -> RankMemory:
+        here = torch.device("cpu")
+        with faked(module, batch, target, here, numbers=numbers, sharded=True) as (inputs, meter):
+            _follow_parameters(module)
+            with meter.preserve_module_state(module), torch.enable_grad(), _following(module, plan, meter):
+                return _traced(module, step(inputs), meter, accumulates)
+
+    try:
+        with warnings.catch_warnings():
+            # Torch compares addresses of parts that it has padded, of which fakes have none.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return with_or_without_numbers(on_fakes)
+    except DPXError:  # about the step itself
+        raise
+    except NO_ANSWER as error:
+        first = str(error).strip().partition("\n")[0]
+        raise PlanError(
+            f"What a rank takes is predicted on fake tensors, and they cannot run this step of {type(module).__name__} "
+            f"({type(error).__name__}: {first}). Take what needs numbers out of the step, such as .item() and branches "
+            "on tensors."
+        ) from error
+    finally:
+        _follow_parameters(module)
+
+
+def _follow_parameters(module: nn.Module) -> None:
+    """What ``fully_shard`` has noted of parameters is about those that the module has now: fakes, or its own again."""
+    for one in sharded_parameters(module):
+        reset_sharded(one)
+
+
+@contextmanager
+def _following(module: nn.Module, plan: MemoryPlan | None, meter: FakeCosts) -> Iterator[None]:
+    """A context in which steps of ``module`` follow ``plan``, on fakes."""
+    if plan is None or plan.keeps_all:
+        yield
+        return
+    applied = apply_plan(module, plan)
+    # A run has no fakes, and leaves those alone that torch itself makes.
+    if applied.values is not None:
+        applied.values.kinds = meter.kinds
+    try:
+        yield
+    finally:
+        remove_plan(module)
+
+
+def _traced(module: nn.Module, run: Run, meter: FakeCosts, accumulates: bool) -> RankMemory:
+    def forward_backward() -> None:
+        with meter.as_on_target(), planned(module):
+            result = run()
+        if result is not None:
+            result.backward()  # type: ignore[no-untyped-call]
+
+    # The first step makes what lasts, and is followed call by call by a plan's hooks.
+    forward_backward()
+    if not accumulates:
+        _forget_gradients(module)
+    trace: Any = meter.trace()
+    trace.resized = sharded_parameters(module)
+    with trace:
+        forward_backward()
+    # A gradient that outlives the step counts from the moment at which it comes.
+    in_all = []
+    for here, gathered in zip(trace.curve, trace.resized_bytes, strict=True):
+        in_all.append(here + gathered)
+    peak = max(in_all, default=0)
+    at = in_all.index(peak)
+    gradients = trace.curve[at] - trace.passing()[at]
+    _forget_gradients(module)
+    return RankMemory(peak, trace.resized_bytes[at], gradients)
+
+
+def _forget_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
