@@ -9,6 +9,7 @@ The parameters while they are whole are the one thing that no operator tells of:
 asked for their size at every event instead.
 """
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,8 @@ def rank_memory(
     except DPXError:  # about the step itself
         raise
     except NO_ANSWER as error:
+        # Its frames hold fakes, and these their originals, which Lightning is about to move.
+        traceback.clear_frames(error.__traceback__)
         first = str(error).strip().partition("\n")[0]
         raise PlanError(
             f"What a rank takes is predicted on fake tensors, and they cannot run this step of {type(module).__name__} "

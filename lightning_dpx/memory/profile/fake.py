@@ -387,7 +387,7 @@ def faked(
         # One fake for one tensor, however often it is reached: tied parameters stay tied.
         if id(tensor) not in known:
             if sharded and is_traceable_wrapper_subclass(tensor):
-                known[id(tensor)] = mode.from_tensor(tensor)
+                known[id(tensor)] = _fake_parts_of(tensor, mode)
             else:
                 known[id(tensor)] = _copy_of(tensor) if numbers and is_known(tensor) else _fake_of(tensor, here)
         return known[id(tensor)]
@@ -468,6 +468,14 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """What the step writes to does not last."""
     with disable_current_modes():
         return tensor.detach().clone()
+
+
+def _fake_parts_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor like ``tensor``, which is made of others, such as a distributed one, made of fakes of those."""
+    # The mode remembers what its fakes are of by weak references, and a tensor that has any cannot be moved to another
+    # device; so it is given another one with the same memory.
+    made: torch.Tensor = mode.from_tensor(tensor.detach())
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
