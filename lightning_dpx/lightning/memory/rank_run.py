@@ -30,7 +30,8 @@ from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_byt
 from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.torch_compat import gathered_dtype, tree_leaves
 
-_MOST_TRIES = 4  # plans for one budget: what sharding adds is known only when a plan is followed
+_CLOSE = 32  # a peak that is less than such a part of the budget below it is good enough
+_MOST_TRIES = 6  # plans for one budget: what sharding adds is known only when a plan is followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +206,8 @@ class _RankForecast:
         self._memory = memory
         self._held = held
 
-    def plan(self, profile: Profile, room: int) -> MemoryPlan:
-        """The plan for so many bytes of activations.
+    def plan(self, profile: Profile, room: int | None) -> MemoryPlan:
+        """The plan for so many bytes of activations, or for as few as possible.
 
         Raises:
             BudgetError: there is none.
@@ -222,7 +223,7 @@ class _RankForecast:
             activations: With the plan that the step follows, if any.
             more: Fields of the forecast: the plan, and the budget.
         """
-        held = {**self._held, "gradients": self._held["gradients"] + memory.gradients}
+        held: dict[str, Any] = {**self._held, "gradients": self._held["gradients"] + memory.gradients}
         return DeviceForecast(
             device=f"rank 0 of {self._ranks.num}",
             rows=self._step.rows,
@@ -237,21 +238,51 @@ class _RankForecast:
         most = profile.peak
         if budget is None:
             return self.of(self._memory, most, most, plan=self.plan(profile, most))
-        held = sum(self._held.values())
+        room = budget - sum(self._held.values())
         adds = max(0, self._memory.peak - most)
-        memory = self._memory
+        found = self._plan_within(profile, room, adds)
+        if found is not None:
+            plan, memory = found
+            return self.of(memory, most, plan.peak or 0, plan=plan, budget=budget)
+        least = self._memory_with(self.plan(profile, None), adds).peak
+        smallest = max(budget + 1, sum(self._held.values()) + least)
+        return self.of(self._memory, most, most, budget=budget, smallest=smallest)
+
+    def _plan_within(self, profile: Profile, room: int, adds: int) -> tuple[MemoryPlan, RankMemory] | None:
+        """The plan with the least recomputation, of some that were tried, with which a step takes up to ``room`` bytes.
+
+        A plan moves the peak to where more, or less, of the parameters is whole, so what is left for activations is
+        known only when a plan is followed: it is searched for between too much and too little.
+        """
+        found = None
+        too_much = min(profile.peak, room)
+        too_little = 0
+        least = 0
+        given = room - adds
         for _ in range(_MOST_TRIES):
             try:
-                plan = self.plan(profile, max(1, budget - held - adds))
+                plan = self.plan(profile, max(1, given))
             except BudgetError as error:
-                smallest = held + adds + (error.smallest or 0)
-                return self.of(self._memory, most, most, budget=budget, smallest=smallest)
+                # Below the least that there is a plan for, only that least is left to be tried.
+                too_little = max(too_little, given)
+                least = error.smallest or 0
+                given = max(least, (too_little + too_much) // 2)
+                continue
             memory = self._memory_with(plan, adds)
-            if held + memory.peak <= budget:
-                return self.of(memory, most, plan.peak or 0, plan=plan, budget=budget)
-            # The plan moves the peak to where more of the parameters are whole.
-            adds += held + memory.peak - budget
-        return self.of(self._memory, most, most, budget=budget, smallest=held + memory.peak)
+            if memory.peak <= room:
+                found = plan, memory
+                too_little = given
+            else:
+                too_much = min(given, plan.peak or given)
+                if too_much <= least:
+                    break
+            if found is not None and (given == room - adds or room - found[1].peak <= room // _CLOSE):
+                break
+            # If what is there beside activations stays the same, this is right; else the middle gets nearer.
+            given = room - (memory.peak - (plan.peak or 0))
+            if not too_little < given < too_much:
+                given = (too_little + too_much) // 2
+        return found
 
     def _memory_with(self, plan: MemoryPlan, adds: int) -> RankMemory:
         """What comes and goes in a step that follows ``plan``."""
