@@ -55,9 +55,10 @@ def add_to(commands: Any) -> None:
     """Adds the command to ``dpx``."""
     plan = commands.add_parser(
         "plan",
-        help="predict the memory of a run on devices that need not be there, and plan what to recompute",
+        help="predict memory and time of a run on devices that need not be there, and plan what to recompute",
         description="Profiles one step of a config on this machine's CPU, with tensors that take no memory where the "
-        "step allows that, and predicts every device's peak. Exit status "
+        "step allows that, and predicts every device's peak; with rates (--link, --network, ...) also the time of a "
+        "step on 1 to N nodes, and with --strategy what a rank of FSDP2 or DDP takes. Exit status "
         "0: it fits; 2: it does not; 1: an error. All that `dpx fit` takes can follow (--model ..., --data ...).",
     )
     plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
@@ -106,6 +107,8 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     check_config(args, others)
     check_files(args)
     check_settings(args)
+    check_times(args)
+    check_ranks(args)
     configs: list[str] = []
     for config in args.config:
         configs += ["--config", config]
@@ -268,8 +271,6 @@ def check_settings(args: argparse.Namespace) -> None:
         parse_devices(args.devices)
     if args.micro_batches is not None:
         parse_number(args.micro_batches)
-    check_times(args)
-    check_ranks(args)
 
 
 def on_one_cpu() -> dict[str, Any]:

@@ -117,11 +117,20 @@ def rank_memory(
         first = str(error).strip().partition("\n")[0]
         raise PlanError(
             f"What a rank takes is predicted on fake tensors, and they cannot run this step of {type(module).__name__} "
-            f"({type(error).__name__}: {first}). Take what needs numbers out of the step, such as .item() and branches "
-            "on tensors."
+            f"({type(error).__name__}: {first}). {_cure(first)}"
         ) from error
     finally:
         _follow_parameters(module)
+
+
+def _cure(message: str) -> str:
+    # Torch's own complaint, and no step would get further: nothing has gathered the parameters.
+    if "mixed torch.Tensor and DTensor" in message:
+        return (
+            "A unit gathers its parameters when it is called itself: call fully_shard on what the step calls, such as "
+            "self.net, and not on what only holds it."
+        )
+    return "Take what needs numbers out of the step, such as .item() and branches on tensors."
 
 
 def _follow_parameters(module: nn.Module) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.bench.allocations import peak_of_everything, peak_of_passing
 from lightning_dpx.bench.plan_peers import PEERS
 from lightning_dpx.bench.staged import STAGED_MODELS, Staged, run_plainly
 from lightning_dpx.memory import MemoryTrace
@@ -49,6 +49,18 @@ def test_what_lasts_and_what_was_there_does_not_count() -> None:
         del passing
 
     assert peak_of_passing(step) == 400
+
+
+def test_everything_counts_that_was_allocated_whether_it_is_gone_or_not() -> None:
+    kept = []
+
+    def step() -> None:
+        kept.append(torch.ones(500))
+        passing = torch.ones(100)
+        del passing
+        kept.append(torch.ones(50))
+
+    assert peak_of_everything(step) == 2400
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own

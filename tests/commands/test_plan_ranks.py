@@ -57,8 +57,7 @@ def test_a_table_has_what_communication_takes(tmp_path: Path, capsys: Any) -> No
 def test_ddp_keeps_buckets_unless_gradients_are_views_of_them(tmp_path: Path, capsys: Any) -> None:
     own, _ = planned(capsys, *config(tmp_path), "--strategy", "ddp")
     views = (
-        "\n    class_path: lightning.pytorch.strategies.DDPStrategy"
-        "\n    dict_kwargs: {gradient_as_bucket_view: true}"
+        "\n    class_path: lightning.pytorch.strategies.DDPStrategy\n    dict_kwargs: {gradient_as_bucket_view: true}"
     )
     viewed, ranks = planned(capsys, *config(tmp_path, strategy=views), "--strategy", "ddp")
     assert ranks == 16

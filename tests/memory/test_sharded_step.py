@@ -81,3 +81,11 @@ def test_a_step_that_looks_at_numbers_says_so() -> None:
         model.head.register_forward_hook(lambda module, args, output: output * output.sum().item())
         with pytest.raises(dpx.PlanError, match=r"What a rank takes .* cannot run this step of \w*Model .*\.item\(\)"):
             rank_memory(model, torch.randn(8, WIDTH), CUDA, step_of(model), None)
+
+
+def test_a_unit_that_is_not_called_itself_is_named_as_the_reason() -> None:
+    with absent_ranks(2) as mesh:
+        model = torch.nn.Sequential(Model())
+        shard_units(model, ["."], mesh["data_parallel"])
+        with pytest.raises(dpx.PlanError, match="A unit gathers its parameters when it is called itself"):
+            rank_memory(model, torch.randn(8, WIDTH), CUDA, lambda rows: lambda: model[0](rows).sum(), None)
