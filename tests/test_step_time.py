@@ -110,6 +110,22 @@ def test_a_chain_moves_each_gradient_over_every_link_once() -> None:
     assert link_seconds(reduction_copies(node, bucket(0.0, 50.0, 50.0)), node) == [1.0, 2.0, 1.0]
 
 
+def busy(reducer: str, num_devices: int, *gradients: float) -> list[float]:
+    node = Node(num_devices=num_devices, reducer=reducer, link=LINK)
+    return link_seconds(reduction_copies(node, bucket(0.0, *gradients)), node)
+
+
+def test_naive_deals_gradients_to_the_devices_from_the_last_one_on() -> None:
+    # The last one is summed on the first device, which owns all; the first one on the second, and is handed over.
+    assert busy("naive", 2, 100.0, 300.0) == [3.0 + 1.0 + 1.0, 3.0 + 1.0 + 1.0]
+    assert busy("naive", 3, 100.0, 300.0) == [6.0 + 1.0 + 1.0, 3.0 + 2.0 + 1.0, 3.0 + 1.0]
+
+
+def test_every_device_of_a_group_leads_a_part_of_a_bucket() -> None:
+    # Groups 0, 1 and 2, 3: two gradients are led by 0 and 2, two by 1 and 3, which hand theirs to the owner, 0.
+    assert busy("hierarchical", 4, 100.0, 100.0, 100.0, 100.0) == [2 * 2 + 2 * 2, 2 + 2 * 3, 2 * 2 + 2, 2 + 2 * 2]
+
+
 # ---- against simulated devices, whose links work in line ----
 
 RATE = 2e9

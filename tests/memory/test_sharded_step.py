@@ -35,13 +35,17 @@ def test_what_comes_and_goes_is_that_of_real_steps_with_and_without_a_plan(budge
 def test_the_module_is_what_it_was_and_can_be_followed_again() -> None:
     with absent_ranks(2):
         model, rows = sharded(), torch.randn(256, WIDTH)
+        Steps(model, rows).run()  # from its first forward on, torch looks no more for other parameters
+        model.zero_grad()
         before = dict(model.named_parameters())
         values = [one.to_local().clone() for one in model.parameters()]
         first = rank_memory(model, rows, CUDA, step_of(model), None)
         assert rank_memory(model, rows, CUDA, step_of(model), None) == first
         assert all(one is before[name] and one.grad is None for name, one in model.named_parameters())
         assert all(map(torch.equal, [one.to_local() for one in model.parameters()], values))
-        Steps(model, rows).run()
+        found = Steps(model, rows).gradients()
+        assert all(type(one) is torch.Tensor for one in found), "no fakes are left in it"
+        assert all(map(torch.equal, found, Steps(sharded(), rows).gradients()))
 
 
 def test_gradients_of_an_earlier_step_are_added_to() -> None:

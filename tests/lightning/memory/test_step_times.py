@@ -92,6 +92,7 @@ class Frozen(Wide):
 def test_frozen_parameters_have_no_gradients_that_travel() -> None:
     frozen, whole = steps_of(Frozen(), most_nodes=2)[1], steps_of(Wide(), most_nodes=2)[1]
     assert frozen.between_nodes == pytest.approx(whole.between_nodes / 2, rel=0.01)
+    assert frozen.reduction + frozen.hidden == pytest.approx((whole.reduction + whole.hidden) / 2)
 
 
 class Looks(Wide):
