@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.memory.plan.budget_error import surely_needed
 from lightning_dpx.memory.plan.make_plan import lower_bound
+from lightning_dpx.memory.plan.offload import ways_to_offload
 from lightning_dpx.memory.plan.plan import MemoryPlan
+from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 
@@ -233,11 +236,17 @@ def choose_micro_batches(
     best: tuple[float, Candidate, MemoryPlan] | None = None
     refusals: list[BudgetError] = []
     searches = 0
+    fewest_rows = min(candidates, key=lambda candidate: candidate.rows)
     for candidate in order:
         # Cut steps are taken for so much slower than they are, which lets the whole one win by a
         # margin.
         weight = 1.0 if candidate.number == 1 else 1.0 + margin
         if best is not None and (weight * candidate.least >= best[0] or searches >= most_plans):
+            continue
+        # A refusal takes a search for the smallest peak, and there may be as many candidates as rows: after the first
+        # one only the candidate that needs least is asked for its own, if there is a proof against the others.
+        if refusals and candidate is not fewest_rows and _is_hopeless(candidate):
+            considered[candidate.number] = float("inf")
             continue
         # What fits is planned without a search.
         searches += not candidate.fits
@@ -256,6 +265,14 @@ def choose_micro_batches(
         raise functools.reduce(_easier, refusals)
     _weighed, candidate, found = best
     return MicroBatchChoice(candidate, found, considered[candidate.number], considered, least, candidates[0].seconds)
+
+
+def _is_hopeless(candidate: Candidate) -> bool:
+    """Whether it is proved that no plan meets the budget, neither value by value nor with replayed calls."""
+    if candidate.budget is None or candidate.fits:
+        return False
+    problems = [Problem(way) for way in ways_to_offload(candidate.profile)]
+    return candidate.budget < surely_needed(problems)
 
 
 def _easier(one: BudgetError, other: BudgetError) -> BudgetError:

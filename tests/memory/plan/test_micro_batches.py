@@ -120,6 +120,22 @@ def test_a_budget_that_no_number_meets_is_refused_with_the_least_that_one_could(
     assert caught.value.smallest == alone.peak
 
 
+def test_of_many_hopeless_numbers_the_one_that_needs_least_is_asked_how_much() -> None:
+    asked = []
+
+    def plan(candidate: Candidate) -> MemoryPlan:
+        asked.append(candidate.number)
+        return planned(candidate)
+
+    with pytest.raises(dpx.BudgetError) as refused:
+        choose_micro_batches(candidates_of(profiles(0.0), lambda _number: 10), plan)
+    assert len(asked) <= 2
+    assert asked[-1] == ROWS
+    with pytest.raises(dpx.BudgetError) as least:
+        planned(candidates_of(profiles(0.0), lambda _number: 10)[-1])
+    assert refused.value.smallest == least.value.smallest
+
+
 def keep_all(profile: Profile, limit: int | None) -> MemoryPlan:
     """Only what fits as it is."""
     if limit is not None and profile.peak > limit:
