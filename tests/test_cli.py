@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from lightning_dpx.cli import main
 from tests.commands.test_plan import Shallow
@@ -38,6 +39,20 @@ def test_an_error_of_this_package_is_a_line_and_a_status(capsys: pytest.CaptureF
     assert "Traceback" not in printed
 
 
+@pytest.fixture
+def _loaders_as_before() -> Iterator[None]:
+    """Lightning leaves its own methods on DataLoader where a hook that makes one raises."""
+    before = {kind: dict(vars(kind)) for kind in (DataLoader, *DataLoader.__subclasses__())}
+    yield
+    for kind, attributes in before.items():
+        for name in vars(kind).keys() - attributes.keys():
+            delattr(kind, name)
+        for name in ("__init__", "__setattr__"):
+            if name in attributes:
+                setattr(kind, name, attributes[name])
+
+
+@pytest.mark.usefixtures("_loaders_as_before")
 @pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_a_configuration_that_lightning_refuses_is_a_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "tests.commands.test_plan.Shallow", "--devices", "cpu"]) == 1
@@ -91,8 +106,8 @@ class InterruptedInTheMaking(Shallow):
 
 @pytest.fixture
 def _signals_as_before() -> Iterator[None]:
-    """A Trainer that was interrupted leaves the signal without effect."""
-    before = signal.getsignal(signal.SIGINT)
+    """A Trainer that was interrupted leaves the signal without effect, perhaps in an earlier test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 

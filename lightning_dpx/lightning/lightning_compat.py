@@ -49,7 +49,7 @@ def _name(why: str, without: str, checked_on: str = _CHECKED_ON) -> PrivateName:
 
 
 # A path is that of an import, or an attribute of a specimen: "Trainer()", "LightningModule()", "Strategy()",
-# "DDPStrategy()", "Precision()", "Metric()" or "LightningCLI()".
+# "DDPStrategy()", "ModelParallelStrategy()", "Precision()", "Metric()" or "LightningCLI()".
 PRIVATE_NAMES: dict[str, PrivateName] = {
     "lightning.fabric.utilities.distributed._all_gather_ddp_if_available": _name(
         "gathers over processes as Lightning's own strategies do", "LightningModule.all_gather fails on several nodes"
@@ -124,6 +124,15 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "Strategy()._optimizers": _name("the strategy's optimizers", "steps by hand cannot be rehearsed"),
     "Strategy()._lightning_optimizers": _name(
         "the wrappers that self.optimizers() returns", "they would be taken for state of the module"
+    ),
+    "DDPStrategy()._ddp_kwargs": _name(
+        "what DDP does to gradients", "what ranks of DDP take is predicted for defaults"
+    ),
+    "ModelParallelStrategy()._tensor_parallel_size": _name(
+        "whether layers are split, too", "ranks with such layers would be predicted as without"
+    ),
+    "LightningModule()._device_mesh": _name(
+        "what configure_model() shards over", "what ranks of FSDP2 take cannot be predicted"
     ),
     "DDPStrategy()._layer_sync": _name("Trainer(sync_batchnorm=True)", "the option would do nothing"),
     "Precision()._after_closure": _name(

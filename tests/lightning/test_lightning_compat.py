@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torchmetrics import MeanMetric
 
 from lightning_dpx.lightning import lightning_compat
@@ -24,6 +24,7 @@ def specimens() -> dict[str, Any]:
         "LightningModule": LightningModule,
         "Strategy": SingleDeviceStrategy,
         "DDPStrategy": DDPStrategy,
+        "ModelParallelStrategy": ModelParallelStrategy,
         "Precision": Precision,
         "Metric": MeanMetric,
         "lightning": importlib.import_module("lightning"),
