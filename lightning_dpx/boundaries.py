@@ -1,4 +1,4 @@
-"""Where a list of sizes is cut into runs: buckets of gradients are, and so are predictions of them."""
+"""Where lists are cut: gradients into buckets, devices into groups, and both alike where they are predicted."""
 
 from collections.abc import Sequence
 
@@ -17,3 +17,12 @@ def split_at_boundaries(sizes: Sequence[float], num_splits: int) -> list[list[in
         splits[-1].append(index)
         done += sizes[index]
     return splits
+
+
+def halves(num_devices: int) -> list[list[int]]:
+    """Two groups of devices, and one of fewer than four: what is taken where nothing is known of the links."""
+    # Of fewer, one half would be a single device with nothing to sum.
+    if num_devices < 4:
+        return [list(range(num_devices))]
+    half = (num_devices + 1) // 2
+    return [list(range(half)), list(range(half, num_devices))]

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from lightning_dpx.boundaries import split_at_boundaries
+from lightning_dpx.boundaries import halves, split_at_boundaries
 from lightning_dpx.errors import UnsupportedError
 
 Copy = tuple[int, int, float]  # from which device to which one, and bytes
@@ -356,14 +356,6 @@ _COPIES = {
     "hierarchical": _hierarchical,
     "nccl": _nccl,
 }
-
-
-def halves(num_devices: int) -> list[list[int]]:
-    """Two groups of devices, and one of fewer than four: what is taken where nothing is known of the links."""
-    half = (num_devices + 1) // 2
-    if num_devices < 4:
-        return [list(range(num_devices))]
-    return [list(range(half)), list(range(half, num_devices))]
 
 
 def messages_of(sizes: Sequence[float], owners: Sequence[int], small: float) -> list[tuple[int, float]]:

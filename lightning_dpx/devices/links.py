@@ -5,6 +5,7 @@ from itertools import combinations
 
 import torch
 
+from lightning_dpx.boundaries import halves
 from lightning_dpx.devices.identity import is_host
 
 
@@ -39,9 +40,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:
     """Indices of devices that reach each other directly, in groups; two halves where nothing is known of the links."""
     if any(device.type != "cuda" for device in devices):
-        # Of fewer than four devices, one half would be a single device with nothing to sum.
-        half = (len(devices) + 1) // 2
-        return [list(range(half)), list(range(half, len(devices)))] if len(devices) > 3 else [[*range(len(devices))]]
+        return halves(len(devices))
     groups: list[list[int]] = []
     for index, device in enumerate(devices):
         # A device joins only where it reaches every member directly.

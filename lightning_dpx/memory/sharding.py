@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.calls import is_sharding_hook
-from lightning_dpx.memory.execute.flat_units import is_flat_unit
+from lightning_dpx.memory.execute.flat_units import is_flat_unit, refill
 from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
@@ -57,7 +57,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         for path, child in module.named_modules():
             for hooks in (forward_pre_hooks_of(child), forward_hooks_of(child)):
                 # Before anything is changed: what fails half-way is put back as well.
-                stack.callback(_refill, hooks, OrderedDict(hooks))
+                stack.callback(refill, hooks, OrderedDict(hooks))
                 # They gather parameters from other processes, and on fakes there is nothing to
                 # gather.
                 for key, hook in list(hooks.items()):
@@ -67,7 +67,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
                 vars(child)["_apply"] = partial(apply_to_tensors, child)
                 stack.callback(vars(child).pop, "_apply", None)
             parameters = parameters_of(child)
-            stack.callback(_refill, parameters, dict(parameters))
+            stack.callback(refill, parameters, dict(parameters))
             for name, parameter in parameters.items():
                 if parameter is None or not is_traceable_wrapper_subclass(parameter):
                     continue
@@ -78,12 +78,6 @@ def unsharded(module: nn.Module) -> Iterator[None]:
                 parameters[name] = known[id(parameter)]
             _check_dtype(path, child)
         yield
-
-
-def _refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Puts back what a dict held: the dict itself stays, as modules and others hold it."""
-    held.clear()
-    held.update(before)
 
 
 def _check_dtype(path: str, child: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Chooses the shifts of ``shifts="auto"`` at the first training step, when a batch is there to be traced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def shift_what_does_not_fit(
         # The real step must draw what it would have drawn without the trace.
         kept, total = _predict(replicas, slices[0], run)
     # A gradient, and what the optimizer keeps; of no optimizer as much as of Adam.
-    per_parameter = 1 + max((states_of(optimizer) for optimizer in optimizers), default=2)
+    per_parameter = 1 + most_states_of(optimizers, default=2)
     spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)
     # What the step keeps outside of parts that could be moved stays on the replica's device.
@@ -102,6 +102,16 @@ def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any
             f"shifts='auto' extrapolates from two and four rows of the first batch. {error} Or give shifts and "
             "shift_activations by hand."
         ) from error
+
+
+def most_states_of(optimizers: Iterable[Any], *, default: int = 0) -> int:
+    """What :func:`states_of` finds at the most: which optimizer has which parameter is not asked.
+
+    Args:
+        optimizers: Of a run.
+        default: Where there are none.
+    """
+    return max(map(states_of, optimizers), default=default)
 
 
 def states_of(optimizer: Any) -> int:

@@ -20,7 +20,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog
-from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
@@ -444,17 +444,21 @@ def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, in
 
     def run(shadow: Any, rows: Any, num_rows: int) -> Any:
         if shadow.automatic_optimization:
-            return step(shadow, rows, num_rows)
+            return unlogged_step(trainer, shadow, rows, num_rows)
         with guest.visit(shadow):
-            return step(shadow, rows, num_rows)
-
-    def step(shadow: Any, rows: Any, num_rows: int) -> Any:
-        # What it logs goes nowhere: the Trainer's own logs belong to a step that never happens.
-        with StepLog(BatchSlice(None, num_rows, rows)).recording(shadow):  # type: ignore[arg-type]
-            with trainer.precision_plugin.train_step_context():
-                return shadow.training_step(*arguments_of_step(shadow.training_step, rows))
+            return unlogged_step(trainer, shadow, rows, num_rows)
 
     return run
+
+
+def unlogged_step(trainer: Trainer, module: Any, rows: Any, num_rows: int) -> Any:
+    """What the training step of ``module`` returns for a batch of so many ``rows``.
+
+    What it logs goes nowhere: the Trainer's own logs belong to a step that never happens.
+    """
+    with StepLog(BatchSlice(None, num_rows, rows)).recording(module):  # type: ignore[arg-type]
+        with trainer.precision_plugin.train_step_context():
+            return module.training_step(*arguments_of_step(module.training_step, rows))
 
 
 def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
@@ -463,9 +467,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
     here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
     owners = make_reducer(here, settings.devices).owners([p.numel() for p in parameters])
     several = len(set(settings.devices)) > 1
-    # Which optimizer has which parameter is not asked: the largest number
-    # of states bounds them all.
-    states = max((states_of(optimizer) for optimizer in trainer.optimizers), default=0)
+    states = most_states_of(trainer.optimizers)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
     all_gradients = sum(size for size, _ in trained)
     found = []

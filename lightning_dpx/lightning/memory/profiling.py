@@ -2,7 +2,8 @@
 
 import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
+from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -168,15 +170,12 @@ def profile_absent_slice(
     Raises:
         PlanError: the step cannot be planned for.
     """
-    shadow = _shadow_of(replicas, batch_slice)
-    end = _EndOfSlice(replicas, shadow)
-    noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
-    with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
+    with _on_shadow(replicas, batch_slice, run, target) as (shadow, step):
         return profile_absent(
             shadow,
             batch_slice.batch,
             target,
-            lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows)),
+            step,
             # The device of the plan need not be there.
             here=torch.device("cpu"),
             few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
@@ -192,17 +191,20 @@ def seconds_of_slice(
     Raises:
         PlanError: fake tensors cannot run the step.
     """
+    with _on_shadow(replicas, batch_slice, run, target) as (shadow, step):
+        return step_seconds(shadow, batch_slice.batch, target, step, rates)
+
+
+@contextmanager
+def _on_shadow(
+    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, target: torch.device
+) -> Iterator[tuple[Any, Callable[[Any], Run]]]:
+    """A shadow for a slice, and its step on any batch; errors in here say that it was no step of the run."""
     shadow = _shadow_of(replicas, batch_slice)
     end = _EndOfSlice(replicas, shadow)
     noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
     with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
-        return step_seconds(
-            shadow,
-            batch_slice.batch,
-            target,
-            lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows)),
-            rates,
-        )
+        yield shadow, lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows))
 
 
 def end_of_step(shadow: Any, output: Any) -> torch.Tensor | None:

@@ -7,18 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_overridden
 from lightning_dpx.lightning.lightning_compat import set_device_mesh
-from lightning_dpx.lightning.logging import StepLog
-from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.dry_run import (
     DeviceForecast,
     DryRun,
     Progress,
     Settings,
     plan_step,
+    unlogged_step,
     work_on_first_batch,
 )
 from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
@@ -27,7 +26,6 @@ from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded
 from lightning_dpx.memory.absent_ranks import absent_ranks, shard_units
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
-from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.torch_compat import gathered_dtype, tree_leaves
 
 _CLOSE = 32  # a peak that is less than such a part of the budget below it is good enough
@@ -107,13 +105,9 @@ class _RankStep:
 
     def on(self, inputs: Any) -> Run:
         """The step on ``inputs``, which may be fakes."""
-        module = self.module
-        # The user's own module runs on fake tensors, and what it logs must not reach the Trainer.
-        log = StepLog(BatchSlice(Replica(0, self.device, module), 0, inputs))
 
         def step() -> torch.Tensor | None:
-            with log.recording(module), self.trainer.precision_plugin.train_step_context():
-                return end_of_step(module, module.training_step(*arguments_of_step(module.training_step, inputs)))
+            return end_of_step(self.module, unlogged_step(self.trainer, self.module, inputs, self.rows))
 
         return step
 
@@ -128,8 +122,7 @@ class _RankStep:
     def held(self) -> dict[str, int]:
         """What is there between steps, by kind."""
         shards = shard_bytes(self.module)
-        # Which optimizer has which parameter is not asked: the largest number of states bounds them all.
-        states = max((states_of(optimizer) for optimizer in self.trainer.optimizers), default=0)
+        states = most_states_of(self.trainer.optimizers)
         inputs = [leaf.nbytes for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)]
         return {
             "parameters": shards.parameters,

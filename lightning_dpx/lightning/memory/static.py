@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
-from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import key_of
 
@@ -93,7 +93,7 @@ class StaticMemory:
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:
     """Optimizer state that the owners of ``parameters`` will hold, and that is not counted yet."""
-    copies = max((states_of(optimizer) for optimizer in optimizers), default=2)
+    copies = most_states_of(optimizers, default=2)
     # State that exists is among what an accelerator's allocator counts; on
     # the host nothing counts it.
     there = sum(len(optimizer.state) for optimizer in optimizers) > 0

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.boundaries import split_at_boundaries
 from lightning_dpx.devices import distinct_devices
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.lightning.lightning_api import Trainer
-from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds
 from lightning_dpx.reducers import REDUCERS, GradientReducer, HierarchicalReducer, make_reducer
 from lightning_dpx.reducers.base import HALVES
-from lightning_dpx.reducers.buckets import split_at_boundaries
 from lightning_dpx.replicas.parameter_copies import SMALL
 from lightning_dpx.step_time import Bucket, Link, Node, StepTime, Work, messages_of, predict_steps
 
@@ -136,7 +136,7 @@ def _work(
     extra = of.extra * whole
     # Gradients are whole with the last micro-batch, so only its backward can hide their way.
     backward = (of.seconds.backward + extra) / of.micro_batches
-    states = max((states_of(optimizer) for optimizer in trainer.optimizers), default=0)
+    states = most_states_of(trainer.optimizers)
     owned: Counter[int] = Counter()
     for parameter, owner in zip(parameters, owners, strict=True):
         if parameter.requires_grad:

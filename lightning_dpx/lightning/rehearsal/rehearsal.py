@@ -270,21 +270,16 @@ class Rehearsal:
             if sum(sizes) == self._step.call.num_rows or self._looks_again:
                 # All rows were tried already; or it is a look, which takes a few rows and no more.
                 raise NotRehearsed(f"on {sum(sizes)} rows it raises {in_one_line(error)}") from None
-            sizes = self._all_rows()  # a step that needs more rows than a few
-            whole = self._whole.observe(sum(sizes))
-        return self._with_slices(whole, sizes)
+        else:
+            return self._with_slices(whole, sizes)
+        return self._on_real_rows()  # a step that needs more rows than a few
 
     def _on_real_rows(self) -> Outcome:
-        """What is found on all rows, in the slices of the run."""
-        sizes = self._rows.real_sizes
-        whole = self._whole.observe(sum(sizes))
-        return self._with_slices(whole, sizes)
-
-    def _all_rows(self) -> tuple[int, ...]:
-        """The sizes of the step's own slices, after a few rows were too few."""
+        """What is found on all rows, in the slices of the run, where a few rows are too few."""
         sizes = self._rows.real_sizes
         self.least_rows = min(sizes)
-        return sizes
+        whole = self._whole.observe(sum(sizes))
+        return self._with_slices(whole, sizes)
 
     def _observe_whole(self, num_rows: int) -> Observation:
         """Runs rows as one device; where they do not fit, what backward needs is on the host."""
@@ -332,12 +327,7 @@ class Rehearsal:
             by_sum = self._sliced.observe(sizes, whole, "sum")
             if not self._differs(whole, by_sum[1], by_sum[0], sizes):
                 judge, sliced = by_sum
-        if not self._step.by_hand:  # whose slices take turns, and draw in between
-            once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
-            judge.draws_once = once
-            judge.draws_by_rows = by_rows
-        # A step that draws for the first time later on is checked again, so any draw counts here.
-        judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
+        self._note_draws(judge, whole, sliced)
         comparison = self._compare(whole, sliced, judge, sizes, frozenset())
         if {kind for kind, _ in comparison.differences} == {"new weight"}:
             whole.magnified = self._magnified(whole, sizes)
@@ -354,15 +344,10 @@ class Rehearsal:
         if comparison.differences:
             unstable = self._unstable(whole, sliced, comparison)
         if unstable:
-            # The second judge knows what is unstable, and has not seen the
-            # draws that the first one has.
-            draws_once = judge.draws_once
-            draws_by_rows = judge.draws_by_rows
-            draws = judge.draws
+            first = sliced
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction, unstable)
-            judge.draws_once = draws_once
-            judge.draws_by_rows = draws_by_rows
-            judge.draws = draws
+            # The second judge knows what is unstable, and is told of the draws that the first one has seen.
+            self._note_draws(judge, whole, first)
             comparison = self._compare(whole, sliced, judge, sizes, unstable)
         kinds = {kind for kind, _ in comparison.differences}
         trained_alike = not kinds & {"loss", "gradient", "new weight"}
@@ -380,6 +365,15 @@ class Rehearsal:
             logged=judge.logged_findings,
             unstable=unstable,
         )
+
+    def _note_draws(self, judge: JudgingRules, whole: Observation, sliced: Observation) -> None:
+        """What a step draws, and what of it once for its batch."""
+        if not self._step.by_hand:  # whose slices take turns, and draw in between
+            once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
+            judge.draws_once = once
+            judge.draws_by_rows = by_rows
+        # A step that draws for the first time later on is checked again, so any draw counts here.
+        judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
 
     def _unstable(self, whole: Observation, sliced: Observation, comparison: Comparison) -> frozenset[str]:
         """What differs because it differs from run to run, on one device as well."""
@@ -434,8 +428,7 @@ class Rehearsal:
             raise failure
         # A few rows may be too few for a slice; those of the batch are what the run will have.
         if sizes != self._rows.real_sizes:
-            whole = self._whole.observe(self._step.call.num_rows)
-            return self._with_slices(whole, self._all_rows())
+            return self._on_real_rows()
         # These two have a remedy of their own, which the general advice would hide.
         if isinstance(failure, SharedWriteError):
             raise _writes_parameters([failure.name])

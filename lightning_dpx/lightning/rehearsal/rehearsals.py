@@ -142,6 +142,14 @@ class Rehearsals:
         if "sum" in gather_objects("agreeing on the loss", mine):
             rules.loss_reduction = "sum"
 
+    @contextmanager
+    def _rehearsal(self, call: Call, loss_reduction: str) -> Iterator[Rehearsal]:
+        """A context in which a step can be rehearsed."""
+        requested: list[str] = []
+        # The dispatch mode of a rehearsal sees no operators inside of compiled code.
+        with code_iterators_guarded(self._strategy.lightning_module, requested), uncompiled():
+            yield Rehearsal(self._strategy, call, loss_reduction, requested)
+
     def _rehearse(self, call: Call) -> None:
         strategy = self._strategy
         key = (call.name, call.dataloader_idx)
@@ -149,10 +157,7 @@ class Rehearsals:
         before.is_outdated = False
         news = self._take_news(call.name, before)
         try:
-            requested: list[str] = []
-            # The dispatch mode of a rehearsal sees no operators inside of compiled code.
-            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
-                rehearsal = Rehearsal(strategy, call, self._loss_reduction, requested)
+            with self._rehearsal(call, self._loss_reduction) as rehearsal:
                 outcome = rehearsal.run()
         except SlicesFail as failure:
             if self._left_micro_batches(call, NOT_ALIKE + failure.reason) or self._left_slices(call, failure):
@@ -212,9 +217,7 @@ class Rehearsals:
         rules = self.rules(*key)
         strategy = self._strategy
         try:
-            requested: list[str] = []
-            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
-                rehearsal = Rehearsal(strategy, call, rules.loss_reduction, requested)
+            with self._rehearsal(call, rules.loss_reduction) as rehearsal:
                 part = None if key in self._least_rows else self._spot_checks.part(key)
                 outcome = rehearsal.look_again(part, self._found[key], rules)
         except SlicesFail as failure:
@@ -243,13 +246,11 @@ class Rehearsals:
 
         Returns whether the batch stays whole now.
         """
-        strategy = self._strategy
-        requested: list[str] = []
         try:
-            with code_iterators_guarded(strategy.lightning_module, requested), uncompiled():
-                Rehearsal(strategy, call, self._loss_reduction, requested).check_real_slices()
+            with self._rehearsal(call, self._loss_reduction) as rehearsal:
+                rehearsal.check_real_slices()
         except SlicesFail as failure:
-            strategy.session.whole_batches.keep_small(call.name, rows, failure.reason)
+            self._strategy.session.whole_batches.keep_small(call.name, rows, failure.reason)
             return True
         except (NotRehearsed, ParametersAppear):
             return False  # whatever it is, the step itself meets it

@@ -102,7 +102,7 @@ def _make_whole(flat: FlatParts, stack: ExitStack) -> None:
     for owner in owners.values():
         _HOLD_VIEWS.add(owner)
         held = parameters_of(owner)
-        stack.callback(_refill, held, dict(held))
+        stack.callback(refill, held, dict(held))
         held.pop(FLAT_PARAMETER, None)
     made = list[nn.Parameter]()
     for shape, requires_grad in zip(flat.shapes, flat.require_grad, strict=True):
@@ -114,7 +114,7 @@ def _make_whole(flat: FlatParts, stack: ExitStack) -> None:
         parameters_of(owner)[name] = made[same]  # tied ones stay tied
 
 
-def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
-    """Puts back what a dict held: the dict itself stays, as modules hold it."""
+def refill(held: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Puts back what a dict held: the dict itself stays, as modules and others hold it."""
     held.clear()
     held.update(before)
