@@ -86,7 +86,7 @@ class GradientSums:
         parameters = [replica.parameters for replica in self._replicas.primaries]
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
-        self._replicas.state.set_owners(self._owners)
+        self._replicas.state.parameters.set_owners(self._owners)
         self.has_other_owners: bool = any(self._owners)
         several_devices = len(self._reducer.distinct_devices) > 1
         # A reducer that overrides reduce() may return views of its buckets.

@@ -245,7 +245,7 @@ class ReplicaGroup:
         """What the forward left on the replicas comes to the first."""
         active = [batch_slice.replica for batch_slice in self._slices]
         self._set.python_state.collect(active)
-        self._set.state.collect_buffers(active)
+        self._set.state.buffers.collect(active)
 
     def _run_module(self, batch_slice: BatchSlice) -> Any:
         batch = dict(batch_slice.batch)

@@ -175,7 +175,7 @@ class TrainingStep:
         self._replicas.state.synchronize()
         # Batch norm writes its statistics in the forward: where a later replica fails, or memory
         # runs out, the step may be repeated from what was there.
-        self._replicas.state.remember_buffers()
+        self._replicas.state.buffers.remember()
 
     def run_early(
         self,
@@ -232,7 +232,7 @@ class TrainingStep:
         """
         # A single slice writes a parameter once, as one device does.
         if len(slices) > 1:
-            self._replicas.state.refuse_shared_writes()
+            self._replicas.state.parameters.refuse_shared_writes()
         self._active = [batch_slice.replica for batch_slice in slices]
         self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
         kept: list[BatchSlice] = []
@@ -398,7 +398,7 @@ class TrainingStep:
         Batch norm keeps its running statistics for the backward.
         """
         by_rule = self.rules.buffer_rule if self.rules.decides_buffers else None
-        self._replicas.state.collect_buffers(self._active, self._rows_of_active, by_rule)
+        self._replicas.state.buffers.collect(self._active, self._rows_of_active, by_rule)
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into the owners' and drops the others, unless that has been done."""
@@ -457,7 +457,7 @@ class TrainingStep:
         if early is not None:
             early.abandon()
             self.sums.forget()
-        self._replicas.state.restore_buffers()
+        self._replicas.state.buffers.restore()
 
     def keep_earlier_batches(self) -> None:
         """After an error in forward: forgets it, and leaves the gradients of earlier batches as one device does."""

@@ -68,12 +68,12 @@ class EvaluationFlow:
         with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):
             replicas.state.synchronize()
             if rules.decides_buffers:
-                replicas.state.remember_buffers()
+                replicas.state.buffers.remember()
             outputs = replicas.run(name, slices, call)
             if rules.decides_buffers:
                 active = [batch_slice.replica for batch_slice in slices]
                 rows = [batch_slice.num_rows for batch_slice in slices]
-                replicas.state.collect_buffers(active, rows, rules.buffer_rule)
+                replicas.state.buffers.collect(active, rows, rules.buffer_rule)
             device = session.strategy.root_device
             merged = rules.merge_outputs(outputs, weights_of(slices), device, replicas.output_dim)
         return session.finished(name, merged)

@@ -53,7 +53,7 @@ class GradientHooks:
             self._root_gradients = RootGradients(replicas, step)
             # Hooks may write parameters through .data, as the critic of a Wasserstein GAN does, and
             # no version tells.
-            replicas.state.watches_writes = True
+            replicas.state.parameters.unseen.is_watching = True
 
     def end(self) -> None:
         """Forgets the replicas."""
@@ -81,7 +81,7 @@ class GradientHooks:
         # Nothing stands between Lightning and its optimizer where no hook could look.
         if self._root_gradients is None or self._replicas is None:
             return nullcontext()
-        return self._root_gradients.hooks_shown(wrapped, self._replicas.state.follow_hooks)
+        return self._root_gradients.hooks_shown(wrapped, self._replicas.state.parameters.follow_hooks)
 
     def closure(
         self, optimizer: Any, closure: Callable[[], Any], replicas: ReplicaSet, step: TrainingStep
@@ -93,7 +93,7 @@ class GradientHooks:
         def run() -> Any:
             nonlocal is_first
             if not is_first:
-                replicas.state.optimizer_stepped()
+                replicas.state.parameters.optimizer_stepped()
             is_first = False
             result = closure()
             step.reduce()  # those of earlier batches, if the last one of a window had no loss

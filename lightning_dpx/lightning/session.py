@@ -320,7 +320,7 @@ class Session(Run):
         # The step that the closure has just run may have ended the session. In a shared step by
         # hand ManualOptimization has the replicas follow, at every call of an optimizer.
         if self.strategy.session is self and (manual is None or not manual.is_shared):
-            self.replicas.state.optimizer_stepped()
+            self.replicas.state.parameters.optimizer_stepped()
         return result
 
     # ---- replicas, looked at from outside of steps ----
@@ -331,7 +331,7 @@ class Session(Run):
         Raises:
             ReplicationError: they differ; names the parameters and replicas.
         """
-        differing = self.replicas.state.differing()
+        differing = self.replicas.state.parameters.differing()
         if differing:
             names = ", ".join(f"{name} on replica {replica}" for name, replica in differing)
             raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")

@@ -4,6 +4,7 @@ from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
+from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
@@ -37,7 +38,6 @@ from lightning_dpx.replicas.slicing import (
     slice_batch,
     split_sizes,
 )
-from lightning_dpx.replicas.state import BufferMode
 from lightning_dpx.replicas.thread_probe import Trial, first_loss
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.two_passes import TwoPasses

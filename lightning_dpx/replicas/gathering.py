@@ -16,6 +16,7 @@ import torch
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, without_graphs
+from lightning_dpx.replicas.buffer_sync import BufferRule
 from lightning_dpx.replicas.draws import Source
 from lightning_dpx.replicas.merging import (
     ADDED_IN,
@@ -32,7 +33,6 @@ from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
 from lightning_dpx.replicas.rebound_numbers import NumberWatch, increments
 from lightning_dpx.replicas.slicing import PLAIN, children_of, rebuild
-from lightning_dpx.replicas.state import BufferRule
 
 _TOO_OFTEN = 6  # batches
 

@@ -21,6 +21,7 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
+from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, as_rank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
@@ -34,7 +35,7 @@ from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
 from lightning_dpx.replicas.stage_habits import StageHabits
-from lightning_dpx.replicas.state import BufferMode, StateSync
+from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Outcome, Task
 from lightning_dpx.torch_compat import run_backward
@@ -299,7 +300,7 @@ class ReplicaSet:
 
     def mark_changed(self) -> None:
         """Parameters of the user's module may have been written without a trace: the others get them again."""
-        self.state.mark_changed()
+        self.state.parameters.mark_changed()
         for replica in self.replicas:
             replica.hidden.mark_changed()
 

@@ -27,7 +27,7 @@ def test_the_second_pass_repeats_the_first() -> None:
     replicas.state.synchronize()
     passes = TwoPasses(replicas)
     first = passes.first(slices, lambda one: one.replica.module(one.batch))
-    replicas.state.collect_buffers([one.replica for one in slices])
+    replicas.state.buffers.collect([one.replica for one in slices])
     state = torch.get_rng_state()
     again = []
     passes.second(slices, lambda one: again.append(one.replica.module(one.batch)))

@@ -144,7 +144,8 @@ class ManualOptimization:
             self._give_values()
             self.gradients.end(self.active)
             if len(self.active) < len(self.replicas.replicas):
-                self.replicas.state.mark_changed()  # those without rows did not write what the step wrote by hand
+                # Those without rows did not write what the step wrote by hand.
+                self.replicas.state.parameters.mark_changed()
             # The first step has shown that replicas can share it, so it need not be undone.
             self._snapshot = False
             self._start = None
@@ -167,7 +168,7 @@ class ManualOptimization:
 
     def _refuse_shared_writes(self) -> None:
         """What a step writes by hand into a parameter that several replicas share was written several times."""
-        if len(self.active) > 1 and (name := self.replicas.state.written_by_step()):
+        if len(self.active) > 1 and (name := self.replicas.state.parameters.written_by_step()):
             raise WholeBatchError(
                 f"It writes parameter {name}, which the replicas on {self.replicas.root.device} share, once for each.",
                 "Write it in a hook between the steps (on_train_batch_end) for all replicas to take part.",
@@ -194,7 +195,7 @@ class ManualOptimization:
 
     def _forget_marks(self) -> None:
         """After everything was put back: what was noted of parameters and gradients is of values no longer there."""
-        self.replicas.state.mark_changed()
+        self.replicas.state.parameters.mark_changed()
         self.gradients = SharedGradients(self.replicas, self.step)
 
     @contextmanager
@@ -382,11 +383,11 @@ class ManualOptimization:
             marks: Of the owners' gradients before; ``None`` where their versions do not tell. (A gradient scaler's
                 operator writes them without a trace, as of torch 2.13.)
         """
-        state = self.replicas.state
+        parameters = self.replicas.state.parameters
         with unshifted():
             # Now, as the rest of the step computes with the new parameters.
-            state.optimizer_stepped()
-            state.synchronize_parameters()
+            parameters.optimizer_stepped()
+            parameters.synchronize()
             if marks is None or self.precision.scaler is not None:
                 self.gradients.follow_all(self.active)
             else:

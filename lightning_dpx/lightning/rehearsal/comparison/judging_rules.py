@@ -8,9 +8,9 @@ import torch
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, host_copy
 from lightning_dpx.replicas import ListPlace, MergeRules, Source, Weights
+from lightning_dpx.replicas.buffer_sync import BufferRule
 from lightning_dpx.replicas.merging import Finding, Rule, Search, as_tensor, compare_trees, mean_of_slices
 from lightning_dpx.replicas.rebound_numbers import increments
-from lightning_dpx.replicas.state import BufferRule
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
 _OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")

@@ -1,0 +1,193 @@
+"""Keeps the buffers of the replicas equal to replica 0's, and brings together what a step wrote into them."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas.parameter_sync import check_names
+from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.torch_compat import buffers_of, foreach_copy_
+
+BufferMode = Literal["broadcast", "mean"]
+BufferRule = Literal["first", "mean", "sum", "max", "min"]  # "sum" is what it was, and all changes of it
+ChooseBufferRule = Callable[[str, Callable[[BufferRule], torch.Tensor | None]], BufferRule]
+# What is compared for every buffer in every step: mapped, not looped over.
+_DTYPE = operator.attrgetter("dtype")
+_SHAPE = operator.attrgetter("shape")
+
+
+class _BufferCandidates:
+    """What the rules would make of a buffer; on the first device."""
+
+    def __init__(
+        self,
+        owned: torch.Tensor,
+        column: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        before: torch.Tensor | None,
+    ) -> None:
+        self._owned = owned
+        self._column = column
+        self._rows = rows
+        self._before = before
+
+    def value(self, rule: BufferRule) -> torch.Tensor | None:
+        """``None`` where the rule makes no sense for it."""
+        # To weigh, sum and compare they must be on one device; the first one's is where the result
+        # goes.
+        values = [buffer.to(self._owned.device) for buffer in self._column]
+        if any(value.shape != values[0].shape for value in values):
+            return values[0] if rule == "first" else None
+        if rule == "mean" and self._owned.is_floating_point():
+            total_rows = sum(self._rows)
+            weighted = [value * (rows / total_rows) for value, rows in zip(values, self._rows, strict=True)]
+            return torch.stack(weighted).sum(0)
+        if rule == "sum" and self._before is not None and self._owned.dtype != torch.bool:
+            # What it was, once, and what each replica added to it: a counter of batches or tokens.
+            total = self._before.clone()
+            for value in values:
+                total = total + (value - self._before)
+            return total
+        if rule in ("max", "min") and not self._owned.is_complex():
+            stacked = torch.stack(values)
+            return stacked.amax(0) if rule == "max" else stacked.amin(0)
+        return values[0] if rule == "first" else None
+
+
+class BufferSync:
+    """Carries replica 0's buffers to the others before a step, and what the step made of them back to replica 0.
+
+    Args:
+        replicas: All of them, each with buffers of its own.
+        mode: What replica 0's buffers become after a step.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], mode: BufferMode = "broadcast") -> None:
+        self._root = replicas[0]
+        self._others = tuple(replicas[1:])
+        self._mode = mode
+        self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
+        self._may_restore = False
+
+    def follow(self, replica: Replica) -> None:
+        """The replica gets buffers of the names and shapes that replica 0's have, if a step or a hook changed them.
+
+        Raises:
+            ReplicationError: a parameter was added or removed since the replicas were made.
+        """
+        if not _alike(self._root.buffers, replica.buffers):
+            self._replace(replica)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        # Without a look at versions: unlike parameters, most buffers change in every step (batch norm's statistics).
+        if not self._root.buffers:
+            return
+        for replica in self._others:
+            for source, target in zip(self._root.buffers, replica.buffers, strict=True):
+                if target is not source:
+                    target.copy_(source, non_blocking=True)
+
+    def _replace(self, replica: Replica) -> None:
+        """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""
+        check_names(self._root, replica)  # pruning renames parameters without changing them
+        memo: dict[int, torch.Tensor] = {}
+        for source_module, target_module in zip(self._root.modules, replica.modules, strict=True):
+            if target_module is source_module:
+                continue
+            for name in set(buffers_of(target_module)) - set(buffers_of(source_module)):
+                del buffers_of(target_module)[name]
+            for name, source in buffers_of(source_module).items():
+                if source is not None and id(source) not in memo:
+                    memo[id(source)] = source.detach().to(replica.device, copy=True)
+                # A plain attribute of that name would hide the buffer.
+                vars(target_module).pop(name, None)
+                buffers_of(target_module)[name] = None if source is None else memo[id(source)]
+        replica.refresh()
+
+    def remember(self) -> None:
+        """Before a step that may fail half-way: replica 0's buffers, for :meth:`restore`."""
+        buffers = self._root.buffers
+        # The memory of the snapshot is used again, step after step.
+        if not _alike(buffers, self._before):
+            self._before = [buffer.detach().clone() for buffer in buffers]
+        elif buffers:
+            with torch.no_grad():
+                foreach_copy_(self._before, buffers)
+        self._may_restore = True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
+        if self._may_restore and self._before and _alike(self._root.buffers, self._before):
+            foreach_copy_(self._root.buffers, self._before)
+        self._may_restore = False
+
+    def collect(
+        self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None
+    ) -> None:
+        """After a step: replica 0's buffers become the first active replica's, or the mean over the active ones.
+
+        Integer buffers (such as ``num_batches_tracked``) are never averaged.
+
+        Args:
+            active: The replicas that took part.
+            rows: Of each of them.
+            choose: Says, given a buffer's name and what the rules would make of it, by which one it comes together.
+        """
+        self._may_restore = False
+        if self._mode == "mean" and len(active) > 1:
+            for replica in active:  # a step may have put new tensors in their place
+                replica.refresh()
+            for replica in active[1:]:
+                self._check_buffers(replica)
+        if not self._root.buffers:
+            return
+        # One slice has seen the whole batch; and a mean that the user asked for needs no rule.
+        if self._mode == "broadcast" and choose is not None and len(active) > 1:
+            self._collect_by_rules(active, rows, choose)
+            return
+        columns = zip(*(replica.buffers for replica in active), strict=True)
+        with torch.no_grad():
+            for owned, column in zip(self._root.buffers, columns, strict=True):
+                if self._mode == "mean" and owned.is_floating_point() and len(column) > 1:
+                    owned.copy_(torch.stack([buffer.to(owned.device) for buffer in column]).mean(0))
+                elif column[0] is not owned:
+                    owned.copy_(column[0])
+
+    @torch.no_grad()
+    def _collect_by_rules(self, active: Sequence[Replica], rows: Sequence[int], choose: ChooseBufferRule) -> None:
+        for replica in active:  # a step may have put new tensors in their place
+            replica.refresh()
+        columns = list(zip(*(replica.buffers for replica in active), strict=True))
+        names = [name for name, _ in self._root.module.named_buffers()]
+        # Where the step has put other tensors in their place, nothing is known from before it.
+        before: Sequence[torch.Tensor | None] = [None] * len(columns)
+        if _alike(self._root.buffers, self._before):
+            before = self._before
+        for index, (owned, column) in enumerate(zip(self._root.buffers, columns, strict=True)):
+            candidates = _BufferCandidates(owned, column, rows, before[index])
+            value = candidates.value(choose(names[index], candidates.value))
+            if value is not owned and value is not None:
+                owned.copy_(value)
+
+    def _check_buffers(self, replica: Replica) -> None:
+        mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))
+        for name in [*mine, *(name for name in theirs if name not in mine)]:
+            shape = tuple(mine[name].shape) if name in mine else None
+            other = tuple(theirs[name].shape) if name in theirs else None
+            if shape != other:
+                raise ReplicationError(
+                    f"Buffer {name} has shape {shape} on replica 0 and {other} on replica {replica.index}, "
+                    "so there is no mean; use buffers='broadcast'."
+                )
+
+
+def _alike(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    if len(mine) != len(theirs):
+        return False
+    have_shapes = all(map(operator.eq, map(_SHAPE, mine), map(_SHAPE, theirs)))
+    return have_shapes and all(map(operator.is_, map(_DTYPE, mine), map(_DTYPE, theirs)))

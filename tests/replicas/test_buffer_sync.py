@@ -1,0 +1,40 @@
+"""What a step wrote into buffers comes back as the rules say, and goes back where the step failed."""
+
+import pytest
+
+from lightning_dpx.replicas.buffer_sync import BufferSync
+from tests.replicas.state_pairs import pair
+
+
+def test_buffers_come_together_by_the_mean_or_from_the_first_active_replica() -> None:
+    for mode, expected in (("mean", 2.5), ("broadcast", 1.0)):
+        replicas = pair()
+        sync = BufferSync(replicas, mode)
+        for replica, value in zip(replicas, (1.0, 3.0), strict=True):
+            replica.module.seen.fill_(value)
+            replica.module.count.fill_(int(value))
+        sync.collect(replicas, [1, 3])
+        assert replicas[0].module.seen.tolist() == [expected if mode == "broadcast" else 2.0] * 2
+        assert replicas[0].module.count == 1, "integers have no mean"
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("first", 11), ("sum", 14), ("max", 13), ("min", 11), ("mean", 12.5)])
+def test_a_buffer_comes_together_by_the_rule_that_is_chosen(rule: str, expected: float) -> None:
+    replicas = pair()
+    sync = BufferSync(replicas)
+    for replica in replicas:
+        replica.module.seen.fill_(10.0)
+    sync.remember()
+    for replica, gain in zip(replicas, (1.0, 3.0), strict=True):
+        replica.module.seen.add_(gain)
+    sync.collect(replicas, [1, 3], lambda name, _value: rule if name == "seen" else "first")
+    assert replicas[0].module.seen.tolist() == [expected] * 2
+
+
+def test_after_a_step_that_failed_the_buffers_are_what_they_were() -> None:
+    mine, theirs = pair()
+    sync = BufferSync((mine, theirs))
+    sync.remember()
+    mine.module.seen.fill_(9)
+    sync.restore()
+    assert mine.module.seen.tolist() == [0, 0]
