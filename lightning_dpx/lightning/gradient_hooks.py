@@ -41,7 +41,6 @@ class GradientHooks:
     def __init__(self) -> None:
         self.within_window: bool = False
         self._root_gradients: RootGradients | None = None
-        self._replicas: ReplicaSet | None = None
 
     def begin(self, module: LightningModule, replicas: ReplicaSet, step: TrainingStep) -> None:
         """Once the replicas are made: asks which hooks there are."""
@@ -49,17 +48,17 @@ class GradientHooks:
         # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
         self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_processes
         if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
-            self._replicas = replicas
             self._root_gradients = RootGradients(replicas, step)
-            # Hooks may write parameters through .data, as the critic of a Wasserstein GAN does, and
-            # no version tells.
-            replicas.state.parameters.unseen.is_watching = True
+
+    def follow_replicas(self) -> None:
+        """The replicas were made anew, perhaps in the middle of a step, whose hooks are still to come."""
+        if self._root_gradients is not None:
+            self._root_gradients.follow_replicas()
 
     def end(self) -> None:
         """Forgets the replicas."""
         self.within_window = False
         self._root_gradients = None
-        self._replicas = None
 
     @property
     def look_at_owners(self) -> bool:
@@ -79,9 +78,9 @@ class GradientHooks:
     def round_step(self, wrapped: Any) -> AbstractContextManager[None]:
         """The context in which ``wrapped``, the precision plugin, steps an optimizer."""
         # Nothing stands between Lightning and its optimizer where no hook could look.
-        if self._root_gradients is None or self._replicas is None:
+        if self._root_gradients is None:
             return nullcontext()
-        return self._root_gradients.hooks_shown(wrapped, self._replicas.state.parameters.follow_hooks)
+        return self._root_gradients.hooks_shown(wrapped)
 
     def closure(
         self, optimizer: Any, closure: Callable[[], Any], replicas: ReplicaSet, step: TrainingStep

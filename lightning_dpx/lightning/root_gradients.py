@@ -4,7 +4,7 @@
 ``self.parameters()`` must find those of one device: while hooks may look, the user's module holds copies.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,18 @@ class RootGradients:
     """
 
     def __init__(self, replicas: ReplicaSet, step: TrainingStep) -> None:
-        pairs = zip(replicas.root.parameters, step.owner_parameters, strict=True)
-        self._pairs = [(root, owner) for root, owner in pairs if root is not owner]
+        self._replicas = replicas
+        self._step = step
         self._shown: list[Mark] = []
+        self.follow_replicas()
+
+    def follow_replicas(self) -> None:
+        """The owners are those of the replicas that there are now; nothing may be shown while they change."""
+        pairs = zip(self._replicas.root.parameters, self._step.owner_parameters, strict=True)
+        self._pairs = [(root, owner) for root, owner in pairs if root is not owner]
+        # Hooks may write parameters through .data, as the critic of a Wasserstein GAN does, and
+        # no version tells.
+        self._replicas.state.parameters.unseen.is_watching = True
 
     @torch.no_grad()
     def show(self) -> None:
@@ -57,13 +66,8 @@ class RootGradients:
         self._shown = []
 
     @contextmanager
-    def hooks_shown(self, wrapped: Any, changed: Callable[[], None]) -> Iterator[None]:
-        """Round the hooks that a precision plugin calls before a step, and round its clipping, for a while.
-
-        Args:
-            wrapped: The plugin.
-            changed: Called after the hooks, which may have written parameters as well.
-        """
+    def hooks_shown(self, wrapped: Any) -> Iterator[None]:
+        """Round the hooks that ``wrapped``, a precision plugin, calls before a step, and round its clipping."""
         after_closure, clip_gradients = precision_hooks(wrapped)
 
         # _after_closure calls the hooks before a step and then _clip_gradients, so the second runs
@@ -79,7 +83,7 @@ class RootGradients:
             self.take()
             # Hooks before the step have run by now. Parameters that they wrote reach the owners
             # before these step.
-            changed()
+            self._replicas.state.parameters.follow_hooks()
             self.show()
             clip_gradients(*args, **kwargs)
 

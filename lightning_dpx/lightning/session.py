@@ -213,6 +213,11 @@ class Session(Run):
         # learned goes by way of their paths.
         metrics.take_rules(self.metrics.rules_by_path())
         replicas.share(metrics.named.values())
+        # What hooks wrote into copies of gradients goes to the owners that there are now.
+        self.gradient_hooks.before_backward()
+        manual = self.training.manual
+        if manual is not None:
+            manual.gradients.take_from_hooks()
         try:
             with torch.inference_mode(False):  # also in an evaluation: they are written to after it
                 step.remake_replicas()
@@ -234,6 +239,9 @@ class Session(Run):
         if step.has_other_owners:
             mine = replicas.root.parameters
             move_optimizers(optimizers, dict(zip(mine, step.owner_parameters, strict=True)))
+        self.gradient_hooks.follow_replicas()
+        if manual is not None:
+            manual.follow_replicas()
         return True
 
     def batch_of_one_device(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -155,7 +155,7 @@ def trained(kind: type[Hooked], **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = kind()
     clipped = {"gradient_clip_val": 0.3} if kind in (ClipsAndIsClipped, ClipsByConfiguration) else {}
-    callbacks = [Halves()] if kind is ClipsAfterBackward else []
+    callbacks = [*options.pop("callbacks", []), *([Halves()] if kind is ClipsAfterBackward else [])]
     trainer = make_trainer(callbacks=callbacks, max_epochs=2, **clipped, **options)
     trainer.fit(model, make_loader(21))
     seen = {**model.state_dict(), **trainer.callback_metrics}
@@ -175,3 +175,18 @@ def of_one_device(kind: type[Hooked]) -> dict[str, torch.Tensor]:
 def test_hooks_find_and_write_what_they_do_on_one_device(kind, num_replicas, execution, reducer) -> None:
     strategy = dpx.DPXStrategy(reducer, execution=execution)
     assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
+
+
+class GrowsLater(Callback):
+    """A new submodule makes the replicas anew."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            pl_module.net.append(nn.Identity())
+
+
+@pytest.mark.parametrize("kind", [ClampsWeights, ClampsBeforeStep, ClipsBeforeStep, ClipsAfterBackward, LogsNorms])
+def test_what_hooks_write_counts_after_replicas_were_made_anew(kind: type[Hooked]) -> None:
+    theirs = trained(kind, callbacks=[GrowsLater()])
+    ours = trained(kind, callbacks=[GrowsLater()], strategy=dpx.DPXStrategy("colocate", execution="inline"), devices=2)
+    assert_equal(ours, theirs)

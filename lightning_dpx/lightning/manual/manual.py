@@ -75,10 +75,15 @@ class ManualOptimization:
         self._rows = 0.0
         self._rounds: ClosureRounds | None = None
         self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
-        self._names = [name for name, _ in replicas.root.module.named_parameters()]
+        self._names = _names_of(replicas)
         self._numbers: dict[int, int] = {}
         self._start: StepStart | None = None
         self._has_acted = False  # an optimizer, a scheduler or a hook, in the step that is under way
+
+    def follow_replicas(self) -> None:
+        """The replicas were made anew: nothing is known of their gradients, which only the owners have."""
+        self.gradients = SharedGradients(self.replicas, self.step)
+        self._names = _names_of(self.replicas)
 
     @property
     def root(self) -> LightningModule:
@@ -443,6 +448,10 @@ class ManualOptimization:
             found.append(self.precision.scaler)
         # Those that configure_optimizers did not return step as well, if the module holds them.
         return [*found, *held_optimizers(self.root)]
+
+
+def _names_of(replicas: ReplicaSet) -> list[str]:
+    return [name for name, _ in replicas.root.module.named_parameters()]
 
 
 def _unwrapped(owner: Any) -> Any:

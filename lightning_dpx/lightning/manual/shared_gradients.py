@@ -76,10 +76,27 @@ class SharedGradients:
     def begin(self, active: Sequence[Replica]) -> None:
         """Before a step: replicas get what hooks wrote on the user's module, or on the owners, since the last one."""
         owners = self._step.owner_parameters
+        for index, changed in enumerate(self.take_from_hooks()):
+            owner = owners[index]
+            for replica in active:
+                target = replica.parameters[index]
+                if target is not owner and (changed or replica.index in self._stale):
+                    _give(target, owner.grad)
+        self._stale -= {replica.index for replica in active}
+        self._remember_edits(active[0])
+
+    def take_from_hooks(self) -> list[bool]:
+        """Between steps: owners get the gradients that hooks wrote on the user's module since the last one.
+
+        Returns:
+            By parameter, whether its owner's gradient is another one than after the last step.
+        """
+        owners = self._step.owner_parameters
         if not self._of_owners:
             # Before the first step all gradients that are there count as written since.
             self._of_owners = [Mark(None, 0)] * len(owners)
             self._of_root = self._of_owners
+        found: list[bool] = []
         for index, (owner, root) in enumerate(zip(owners, self._root.parameters, strict=True)):
             changed = not self._of_owners[index].is_current(owner)
             # Hooks know the user's module, not the owners: what they wrote there counts
@@ -87,12 +104,8 @@ class SharedGradients:
             if not changed and owner is not root and not self._of_root[index].is_current(root):
                 _give(owner, root.grad)
                 changed = True
-            for replica in active:
-                target = replica.parameters[index]
-                if target is not owner and (changed or replica.index in self._stale):
-                    _give(target, owner.grad)
-        self._stale -= {replica.index for replica in active}
-        self._remember_edits(active[0])
+            found.append(changed)
+        return found
 
     def end(self, active: Sequence[Replica]) -> None:
         """After a step: what is owned by replicas without rows follows; they themselves do when they get some."""

@@ -415,3 +415,30 @@ def test_parameters_that_a_step_writes_are_written_once(reducer, num_replicas, e
     strategy = dpx.DPXStrategy(reducer, execution=execution)
     ours = trained(UpdatesATarget, 21, strategy=strategy, devices=num_replicas)
     assert_equal(ours, of_one_device(UpdatesATarget))
+
+
+class GrowsWhileGradientsWait(Manual):
+    """Gradients of two batches count in a step; between them the module gets a part, and its replicas are made anew."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 0 and batch_idx == 1:
+            self.net.append(nn.Identity())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+        if batch_idx % 2 == 1:
+            optimizer.step()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(("execution", "reducer"), [("inline", "auto"), ("threads", "auto"), ("inline", "colocate")])
+def test_gradients_that_wait_outlast_the_replicas(execution: str, reducer: str) -> None:
+    ours = trained(GrowsWhileGradientsWait, strategy=dpx.DPXStrategy(reducer, execution=execution), devices=3)
+    assert_equal(ours, trained(GrowsWhileGradientsWait))
