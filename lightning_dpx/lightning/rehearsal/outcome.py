@@ -1,5 +1,6 @@
 """What a rehearsal is asked for, and what it finds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,3 +104,11 @@ def in_one_line(error: BaseException) -> str:
     except Exception:  # noqa: BLE001  the user's own class
         text = ""
     return f"{type(error).__name__}: {text}".rstrip(": ").rstrip(".") + "."
+
+
+def writes_parameters(names: Sequence[str]) -> SlicesFail:
+    """The error of a forward that writes these parameters."""
+    return SlicesFail(
+        f"It writes parameter {', '.join(names[:3])} in its forward, which each replica would do for itself.",
+        "Write it between the steps instead (on_train_batch_end).",
+    )

@@ -3,7 +3,7 @@
     rows --whole--> shadow ------------------> loss, gradients, outputs, logs, state --+
       |             (whole_run.py)                                                     +--> rules, one line
       +--3 + 2----> shadow's replicas -------> the same, merged by what reproduces  ---+    (comparison/)
-                    (sliced_run.py)
+                    (sliced_run.py)                                   (slice_check.py)
 
 What is checked is what will run: the strategy's own step, pointed at shadows (`shadow_step.py`). What cannot be
 rehearsed trains all the same, and one line says why (`rehearsals.py`).
@@ -11,7 +11,7 @@ rehearsed trains all the same, and one line says why (`rehearsals.py`).
 
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -19,14 +19,8 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
-from lightning_dpx.lightning.expected_gradient import names_gradients
-from lightning_dpx.lightning.rehearsal.comparison.comparer import (
-    Comparer,
-    changed_again,
-    drew_alike,
-    unstable_between,
-)
-from lightning_dpx.lightning.rehearsal.comparison.judging_rules import SETTING, JudgingRules, is_kept, refined
+from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import is_kept, refined
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
@@ -37,15 +31,16 @@ from lightning_dpx.lightning.rehearsal.outcome import (
     ParametersAppear,
     SlicesFail,
     in_one_line,
+    writes_parameters,
 )
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
+from lightning_dpx.lightning.rehearsal.slice_check import SliceCheck
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
-from lightning_dpx.replicas import MergeRules, drawn_once
+from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
-from lightning_dpx.replicas.merging import Finding, Rule
+from lightning_dpx.replicas.merging import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
-from lightning_dpx.replicas.tolerance import difference
 
 NOT_ALIKE = "they are not what one device gives: "
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
@@ -298,7 +293,7 @@ class Rehearsal:
         """What is found beside what one device has done."""
         # By hand, optimizers write parameters inside of the step, as they should.
         if self._step.guest.written and not self._step.by_hand:
-            raise _writes_parameters(self._step.guest.written)
+            raise writes_parameters(self._step.guest.written)
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
@@ -321,94 +316,15 @@ class Rehearsal:
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):  # or there is no room for it
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
-        # A step by hand returns no loss that could be compared, so the new
-        # weights decide between both.
-        if self._step.by_hand and self._loss_reduction == "auto" and self._differs(whole, sliced, judge, sizes):
-            by_sum = self._sliced.observe(sizes, whole, "sum")
-            if not self._differs(whole, by_sum[1], by_sum[0], sizes):
-                judge, sliced = by_sum
-        self._note_draws(judge, whole, sliced)
-        comparison = self._compare(whole, sliced, judge, sizes, frozenset())
-        if {kind for kind, _ in comparison.differences} == {"new weight"}:
-            whole.magnified = self._magnified(whole, sizes)
-            comparison = self._compare(whole, sliced, judge, sizes, frozenset())
-        unstable: frozenset[str] = frozenset()
-        may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._module)
-        # Two more runs of one device, so only where the code names gradients or
-        # something differs already.
-        if (may_read or comparison.differences) and not self._looks_again and self._reads_old_gradients(whole, sizes):
-            raise SlicesFail(
-                "It reads gradients that the step before has left in .grad, which the first replica alone has.",
-                "For all devices to take part, read them in on_before_optimizer_step or on_train_batch_end.",
-            )
-        if comparison.differences:
-            unstable = self._unstable(whole, sliced, comparison)
-        if unstable:
-            first = sliced
-            judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction, unstable)
-            # The second judge knows what is unstable, and is told of the draws that the first one has seen.
-            self._note_draws(judge, whole, first)
-            comparison = self._compare(whole, sliced, judge, sizes, unstable)
-        kinds = {kind for kind, _ in comparison.differences}
-        trained_alike = not kinds & {"loss", "gradient", "new weight"}
-        # A decayed count grows like any other from zero, a number that is set looks like one that is added to it, and a
-        # running minimum that begins at infinity is the first loss.
-        # A second step costs as much as the first, and what keeps nothing has
-        # no second one that differs.
-        goes_on = comparison.kept or judge.settings or "sum" in judge.buffers.values()
-        if goes_on and trained_alike and not (unstable or self._looks_again):
-            self._compare_second_steps(judge, sizes, comparison, whole)
-        return Outcome(
-            comparison=comparison,
-            judge=judge,
-            findings={**judge.findings, **judge.kept_findings},
-            logged=judge.logged_findings,
-            unstable=unstable,
+        check = SliceCheck(
+            self._step,
+            (self._whole, self._sliced),
+            whole,
+            sizes,
+            loss_reduction=self._loss_reduction,
+            is_look=self._looks_again,
         )
-
-    def _note_draws(self, judge: JudgingRules, whole: Observation, sliced: Observation) -> None:
-        """What a step draws, and what of it once for its batch."""
-        if not self._step.by_hand:  # whose slices take turns, and draw in between
-            once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
-            judge.draws_once = once
-            judge.draws_by_rows = by_rows
-        # A step that draws for the first time later on is checked again, so any draw counts here.
-        judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
-
-    def _unstable(self, whole: Observation, sliced: Observation, comparison: Comparison) -> frozenset[str]:
-        """What differs because it differs from run to run, on one device as well."""
-        alike = drew_alike(whole, sliced)
-        # Other numbers on purpose, unless slices drew those of one device:
-        # then nothing is due to draws.
-        again = self._whole.observe(comparison.rows, other_draws=not alike)
-        unstable = unstable_between(whole, again, self._step.tolerance)
-        if alike or not (whole.drew or whole.left_alone or again.left_alone):
-            # No draws explain it: something outside the module goes on from run to run, and cannot be put back.
-            trained = ("loss", "gradient:", "new weight:")
-            unstable = frozenset(path for path in unstable if not path.startswith(trained))
-        of_structure = frozenset(path for path in unstable if path.startswith("structure:"))
-        return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
-
-    def _magnified(self, whole: Observation, sizes: tuple[int, ...]) -> dict[str, float]:
-        """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""
-        nudged = self._whole.observe(sum(sizes), nudges_parameters=True)
-        factors: dict[str, float] = {}
-        for name, value in whole.weights.items():
-            if value.is_floating_point():
-                grown = difference(value, nudged.weights[name], self._step.tolerance)
-                factors[name] = grown / torch.finfo(value.dtype).eps
-        return factors
-
-    def _reads_old_gradients(self, whole: Observation, sizes: tuple[int, ...]) -> bool:
-        """Whether the step does something else where the step before has left no gradients, and only then."""
-        if self._step.by_hand or not self._step.trains:
-            return False
-        again = self._whole.observe(sum(sizes))
-        # A step that two equal runs do not agree on says nothing about what gradients change.
-        if unstable_between(whole, again, self._step.tolerance):
-            return False
-        without = self._whole.observe(sum(sizes), after_a_step=False)
-        return bool(unstable_between(whole, without, self._step.tolerance))
+        return check.outcome(judge, sliced)
 
     def _on_equal_slices(self, sizes: tuple[int, ...]) -> Outcome:
         """Rehearses on equal slices; batches that cannot be cut evenly stay whole from then on."""
@@ -431,7 +347,7 @@ class Rehearsal:
             return self._on_real_rows()
         # These two have a remedy of their own, which the general advice would hide.
         if isinstance(failure, SharedWriteError):
-            raise _writes_parameters([failure.name])
+            raise writes_parameters([failure.name])
         if isinstance(failure, GatherError):
             raise SlicesFail(
                 f"What its slices return cannot be put together. {in_one_line(failure).partition(': ')[2]}",
@@ -441,116 +357,3 @@ class Rehearsal:
             f"It runs on the whole batch, but on a slice it raises {in_one_line(failure)}",
             "For all devices to take part, let it run on any number of rows.",
         )
-
-    def _compare_second_steps(
-        self, judge: JudgingRules, sizes: tuple[int, ...], out: Comparison, first: Observation
-    ) -> None:
-        """Compares second steps: they show whether what a step keeps is used, or added to."""
-        try:
-            whole = self._whole.observe(sum(sizes), num_steps=2)
-        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
-            raise
-        except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
-            traceback.clear_frames(error.__traceback__)
-            out.skipped.append(f"a second step ({in_one_line(error)})")
-            # A sum of one step may be a decayed one, which begins alike; without a
-            # second step it is not trusted.
-            judge.buffers = {name: rule for name, rule in judge.buffers.items() if rule != "sum"}
-            return
-        try:
-            again, sliced = self._sliced.observe(sizes, whole, judge.loss_reduction, earlier=[judge])
-        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
-            raise
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)
-            out.skipped.append(f"a second step ({in_one_line(error)})")
-            return
-        except SharedWriteError as error:
-            raise _writes_parameters([error.name]) from None
-        except Exception as error:  # noqa: BLE001  such as a state of too many rows
-            traceback.clear_frames(error.__traceback__)
-            raise SlicesFail(
-                f"A second step runs on the whole batch, but on a slice it raises {in_one_line(error)}",
-                "For all devices to take part, let a step use nothing that the last one kept of its rows.",
-            ) from None
-        # What is added to differs in a second step from what is set, while in a
-        # first one both are alike.
-        for path in judge.unsettled:
-            fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
-            if path in whole.changed_numbers:
-                fits = again.fitting_numbers.get(path, ())
-            judge.settle(path, [rule for rule in judge.fitting_numbers[path] if rule in fits])
-            if path not in judge.rebound:
-                out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
-        for path in sorted(judge.rebound & again.fitting_numbers.keys() - again.equal_numbers):
-            fits = again.fitting_numbers[path]
-            # A running minimum that begins at infinity is the mean of its slices once, and then no more.
-            if f"self.{path}" not in judge.outputs or judge.outputs[f"self.{path}"] in fits:
-                continue
-            judge.settle(path, [rule for rule in judge.fitting_numbers[path] if rule in fits])
-            if path not in judge.rebound:
-                text = f"self.{path} comes together from slices in a first step, and not in a second"
-                out.differences.append(("kept", text))
-        added_up = self._adding_up(out.kept, first, whole, sizes)
-        fitting = again.fitting_buffers
-        for name in [name for name, rule in judge.buffers.items() if name in fitting and rule not in fitting[name]]:
-            del judge.buffers[name]
-            text = f"self.{name} comes together from slices in a first step, and not in a second"
-            out.differences.append(("kept", text))
-        # State was compared after the first step, and what steps keep differs by design.
-        whole.state = {}
-        sliced.state = {}
-        second = self._compare(whole, sliced, again, sizes, frozenset())
-        # A kind that differs in the first step already is no news of the second.
-        known = {kind for kind, _ in out.differences}
-        second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
-        if second.differences and out.kept:
-            raise SlicesFail(
-                out.uses_kept(second.summary()),
-                "For all devices to take part, compute it from self.all_gather(...) in the step, or in "
-                "on_train_batch_end and its like, which see the whole batch.",
-            )
-        if added_up:
-            out.blame_sums(added_up)
-
-    def _adding_up(
-        self, kept: Sequence[str], first: Observation, second: Observation, sizes: tuple[int, ...]
-    ) -> list[str]:
-        """Of the attributes that steps ``kept``, those that a second step on the same rows has changed again.
-
-        A loss that is kept to be looked at is the same then; a count of hits, or a matrix of confusions, is not.
-        """
-        unstable: frozenset[str] = frozenset()
-        if second.drew:  # then what changes may be another draw
-            other = self._whole.observe(sum(sizes), other_draws=True)
-            unstable = unstable_between(first, other, self._step.tolerance)
-        return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]
-
-    def _differs(self, whole: Observation, sliced: Observation, judge: JudgingRules, sizes: Any) -> bool:
-        return bool(self._compare(whole, sliced, judge, sizes, frozenset()).differences)
-
-    def _compare(
-        self,
-        whole: Observation,
-        sliced: Observation,
-        judge: JudgingRules,
-        sizes: tuple[int, ...],
-        unstable: frozenset[str],
-    ) -> Comparison:
-        comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=self._step.call.name)
-        Comparer(self._step.tolerance, unstable).compare(whole, sliced, judge, comparison)
-        if self._step.norms:
-            named = ", ".join(self._step.norms[:3])
-            more = ", ..." if len(self._step.norms) > 3 else ""
-            comparison.notes.append(
-                f"Batch norm ({named}{more}) normalizes by its slice and was checked in eval mode; "
-                "Trainer(sync_batchnorm=True) makes it that of the whole batch"
-            )
-        return comparison
-
-
-def _writes_parameters(names: Sequence[str]) -> SlicesFail:
-    return SlicesFail(
-        f"It writes parameter {', '.join(names[:3])} in its forward, which each replica would do for itself.",
-        "Write it between the steps instead (on_train_batch_end).",
-    )

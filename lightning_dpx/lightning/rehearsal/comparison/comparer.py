@@ -1,7 +1,7 @@
 """Compares a step in slices with the same step as one device: loss, gradients, logs, outputs and what it changed."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,9 @@ from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Co
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, items_of, pairs_of
 from lightning_dpx.replicas.merging import Finding, compare_trees, describe
 from lightning_dpx.replicas.tolerance import Tolerance, difference
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 
 
 class Comparer:
@@ -63,7 +66,7 @@ class Comparer:
             return
         # In double, so that the comparison adds no rounding; a loss of one element has any shape.
         losses = whole.loss.double().reshape(()), sliced.loss.double().reshape(())
-        error = difference(*losses, self._tolerance, terms=judge.largest_loss)
+        error = difference(*losses, self._tolerance, terms=judge.loss.largest)
         if error <= self._tolerance.relative:
             out.counts["loss"] = 1
             out.largest = max(out.largest, error)
@@ -73,7 +76,7 @@ class Comparer:
             out.skipped.append("loss (it depends on random draws)")
             return
         # Both ways are shown: which of them is nearer tells what kind of loss it is.
-        numbers = [f"{value:.6g} as the {name}" for name, value in judge.losses.items()]
+        numbers = [f"{value:.6g} as the {name}" for name, value in judge.loss.values.items()]
         of_slices = " and ".join(numbers) or f"{float(sliced.loss):.6g}"
         text = f"the loss is {float(whole.loss):.6g} on one device, {of_slices} of the slices'"
         out.differences.append(("loss", text))
@@ -276,3 +279,34 @@ def _changed(before: Any, after: Any) -> str:
     if isinstance(before, list | dict) and isinstance(after, list | dict):
         return f"{len(after) - len(before):+} items"
     return describe(after)
+
+
+def compare_step(
+    step: "ShadowStep",
+    whole: Observation,
+    sliced: Observation,
+    judge: JudgingRules,
+    *,
+    sizes: tuple[int, ...],
+    unstable: frozenset[str] = frozenset(),
+) -> Comparison:
+    """Compares all that was observed of a step.
+
+    Args:
+        step: Says how close both must be.
+        whole: What one device has done.
+        sliced: What slices have done.
+        judge: The rules by which they were put together.
+        sizes: Rows of each slice.
+        unstable: See :class:`Comparer`.
+    """
+    comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=step.call.name)
+    Comparer(step.tolerance, unstable).compare(whole, sliced, judge, comparison)
+    if step.norms:
+        named = ", ".join(step.norms[:3])
+        more = ", ..." if len(step.norms) > 3 else ""
+        comparison.notes.append(
+            f"Batch norm ({named}{more}) normalizes by its slice and was checked in eval mode; "
+            "Trainer(sync_batchnorm=True) makes it that of the whole batch"
+        )
+    return comparison

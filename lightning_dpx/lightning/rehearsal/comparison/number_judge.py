@@ -1,0 +1,96 @@
+"""How a number that a step sets, or adds to, on an attribute comes together from slices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_dpx.replicas import Weights
+from lightning_dpx.replicas.merging import Rule, Search, as_tensor, compare_trees
+from lightning_dpx.replicas.rebound_numbers import increments
+from lightning_dpx.replicas.tolerance import Tolerance
+
+_OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")
+_OF_ADDING = ("added", "sum")
+_EXTREMES = ("max", "min", "last")
+SETTING = tuple(Rule(kind=kind) for kind in ("mean", "loss mean", "sum", "max", "min", "last"))
+
+
+class NumberJudge:
+    """Finds the rules that reproduce the numbers of one device.
+
+    Args:
+        numbers: By attribute, what one device has left there.
+        tolerance: How far slices may be from it.
+        unstable: What changes from run to run, as in :class:`JudgingRules`.
+
+    Attributes:
+        fitting: By attribute, all rules that reproduce its number; changed where a second step shows more.
+        equal: Attributes that all slices have like one device, which tells no rule from another.
+    """
+
+    def __init__(self, numbers: Mapping[str, Any], tolerance: Tolerance, unstable: frozenset[str]) -> None:
+        self._numbers = numbers
+        self._tolerance = tolerance
+        self._unstable = unstable
+        self.fitting: dict[str, tuple[Rule, ...]] = {}
+        self.equal: set[str] = set()
+
+    def rules_of(self, path: str, before: Any, parts: list[Any], weights: Weights) -> tuple[Rule, ...]:
+        """The rules that make of the numbers of all slices that of one device, the likeliest first.
+
+        Args:
+            path: Of the attribute.
+            before: What was there before the step.
+            parts: What the slices have left there.
+            weights: Of the slices.
+        """
+        whole = self._numbers[path]
+        are_alike = all(self._is_alike(whole, part) for part in parts)
+        if are_alike:
+            self.equal.add(path)
+        # A number that differs from run to run would fit a rule by chance only.
+        if {f"state:{path}", f"structure:{path}"} & self._unstable:
+            return ()
+        search = Search(weights=weights, tolerance=self._tolerance)
+        fitting = self._reproducing(search, path, before, parts)
+        if not self._is_alike(whole, parts[0]):
+            return tuple(fitting)
+        # The first slice's will do, unless it does by chance: others may have added nothing, or have less of it.
+        if are_alike:
+            fitting = [rule for rule in fitting if rule.kind in _OF_ADDING]
+        # Without a rule it is the number of the first replica anyway.
+        if not fitting:
+            return ()
+        fitting.append(Rule(kind="first"))
+        return tuple(sorted(fitting, key=lambda rule: rule.kind in _EXTREMES))  # what may be by chance comes last
+
+    def _reproducing(self, search: Search, path: str, before: Any, parts: list[Any]) -> list[Rule]:
+        whole = self._numbers[path]
+        name = f"self.{path}"
+        found = search.examine(whole, parts, name)
+        fitting = [rule for one in found for rule in one.rules if rule.kind in _OF_NUMBERS]
+        # From infinity, where running extremes begin, all differences are alike.
+        if before is None or not bool(torch.isfinite(as_tensor(before)).all()):
+            return fitting
+        added = increments(parts, before)
+        of_whole = increments([whole], before)
+        if added is not None and of_whole is not None:
+            found = search.examine(of_whole[0], added, name)
+            # Whether it is added to or set, a second step tells; until then it counts as added.
+            if any(rule.kind == "sum" for one in found for rule in one.rules):
+                fitting.insert(0, Rule(kind="added"))
+        return fitting
+
+    def _is_alike(self, whole: Any, part: Any) -> bool:
+        return all(error <= self._tolerance.relative for _, error in compare_trees(whole, part, self._tolerance))
+
+    @property
+    def settings(self) -> list[str]:
+        """Attributes that a step may set to a number, and not only add to."""
+        return [path for path, fitting in self.fitting.items() if not set(SETTING).isdisjoint(fitting)]
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Attributes of which one step does not show whether steps add to them, or set them."""
+        return [path for path in self.settings if Rule(kind="added") in self.fitting[path]]

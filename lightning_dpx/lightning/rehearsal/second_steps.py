@@ -1,0 +1,163 @@
+"""A second step on the same rows: it shows whether what a step keeps is used, set anew, or added to."""
+
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from lightning_dpx.errors import SharedWriteError
+from lightning_dpx.lightning.rehearsal.comparison.comparer import changed_again, compare_step, unstable_between
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.number_judge import SETTING
+from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
+from lightning_dpx.lightning.rehearsal.outcome import (
+    NotRehearsed,
+    ParametersAppear,
+    SlicesFail,
+    in_one_line,
+    writes_parameters,
+)
+from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
+from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
+from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.replicas.merging import Rule
+from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
+
+# What says of the whole rehearsal what became of it, and is no failure of the second step.
+_OF_REHEARSAL = (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal)
+
+
+class SecondSteps:
+    """Runs two steps on the same rows, as one device and in slices.
+
+    Args:
+        step: On a shadow.
+        whole_run: The step as one device.
+        sliced_run: The step in slices.
+        sizes: Rows of each slice.
+    """
+
+    def __init__(self, step: ShadowStep, whole_run: WholeRun, sliced_run: SlicedRun, sizes: tuple[int, ...]) -> None:
+        self._step = step
+        self._whole_run = whole_run
+        self._sliced_run = sliced_run
+        self._sizes = sizes
+
+    def compare(self, judge: JudgingRules, out: Comparison, first: Observation) -> None:
+        """Compares second steps, and leaves only the rules that hold in both.
+
+        Args:
+            judge: Of the first step.
+            out: What the first step has shown.
+            first: The first step as one device.
+
+        Raises:
+            SlicesFail: slices cannot do what a second step does.
+        """
+        whole = self._observed_whole(judge, out)
+        if whole is None:
+            return
+        found = self._observed_slices(judge, out, whole)
+        if found is None:
+            return
+        again, sliced = found
+        _settle_numbers(judge, again, whole, out)
+        added_up = self._adding_up(out.kept, first, whole)
+        _settle_buffers(judge, again, out)
+        # State was compared after the first step, and what steps keep differs by design.
+        whole.state = {}
+        sliced.state = {}
+        second = compare_step(self._step, whole, sliced, again, sizes=self._sizes)
+        # A kind that differs in the first step already is no news of the second.
+        known = {kind for kind, _ in out.differences}
+        second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
+        if second.differences and out.kept:
+            raise SlicesFail(
+                out.uses_kept(second.summary()),
+                "For all devices to take part, compute it from self.all_gather(...) in the step, or in "
+                "on_train_batch_end and its like, which see the whole batch.",
+            )
+        if added_up:
+            out.blame_sums(added_up)
+
+    def _observed_whole(self, judge: JudgingRules, out: Comparison) -> Observation | None:
+        """Two steps as one device; ``None`` where the second cannot be run."""
+        try:
+            return self._whole_run.observe(sum(self._sizes), num_steps=2)
+        except _OF_REHEARSAL:
+            raise
+        except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
+            traceback.clear_frames(error.__traceback__)
+            out.skipped.append(f"a second step ({in_one_line(error)})")
+            # A sum of one step may be a decayed one, which begins alike; without a
+            # second step it is not trusted.
+            judge.buffers = {name: rule for name, rule in judge.buffers.items() if rule != "sum"}
+            return None
+
+    def _observed_slices(
+        self, judge: JudgingRules, out: Comparison, whole: Observation
+    ) -> tuple[JudgingRules, Observation] | None:
+        """Two steps in slices, and the rules that hold in the second; ``None`` where there is no room for it."""
+        try:
+            return self._sliced_run.observe(self._sizes, whole, judge.loss_reduction, earlier=[judge])
+        except _OF_REHEARSAL:
+            raise
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            out.skipped.append(f"a second step ({in_one_line(error)})")
+            return None
+        except SharedWriteError as error:
+            raise writes_parameters([error.name]) from None
+        except Exception as error:  # noqa: BLE001  such as a state of too many rows
+            traceback.clear_frames(error.__traceback__)
+            raise SlicesFail(
+                f"A second step runs on the whole batch, but on a slice it raises {in_one_line(error)}",
+                "For all devices to take part, let a step use nothing that the last one kept of its rows.",
+            ) from None
+
+    def _adding_up(self, kept: Sequence[str], first: Observation, second: Observation) -> list[str]:
+        """Of the attributes that steps ``kept``, those that a second step on the same rows has changed again.
+
+        A loss that is kept to be looked at is the same then; a count of hits, or a matrix of confusions, is not.
+        """
+        unstable: frozenset[str] = frozenset()
+        if second.drew:  # then what changes may be another draw
+            other = self._whole_run.observe(sum(self._sizes), other_draws=True)
+            unstable = unstable_between(first, other, self._step.tolerance)
+        return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]
+
+
+def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation, out: Comparison) -> None:
+    """Leaves the rules of numbers that hold in the second step, too.
+
+    What is added to differs in a second step from what is set, while in a first one both are alike.
+    """
+    for path in judge.numbers.unsettled:
+        fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
+        if path in whole.changed_numbers:
+            fits = again.numbers.fitting.get(path, ())
+        judge.settle(path, [rule for rule in judge.numbers.fitting[path] if rule in fits])
+        if path not in judge.rebound:
+            out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
+    for path in sorted(judge.rebound & again.numbers.fitting.keys() - again.numbers.equal):
+        fits = again.numbers.fitting[path]
+        # A running minimum that begins at infinity is the mean of its slices once, and then no more.
+        if f"self.{path}" not in judge.outputs or judge.outputs[f"self.{path}"] in fits:
+            continue
+        judge.settle(path, [rule for rule in judge.numbers.fitting[path] if rule in fits])
+        if path not in judge.rebound:
+            out.differences.append(("kept", _only_at_first(path)))
+
+
+def _settle_buffers(judge: JudgingRules, again: JudgingRules, out: Comparison) -> None:
+    """Leaves the rules of buffers that hold in the second step, too."""
+    fitting = again.of_buffers.fitting
+    for name, rule in list(judge.buffers.items()):
+        if name in fitting and rule not in fitting[name]:
+            del judge.buffers[name]
+            out.differences.append(("kept", _only_at_first(name)))
+
+
+def _only_at_first(path: str) -> str:
+    return f"self.{path} comes together from slices in a first step, and not in a second"

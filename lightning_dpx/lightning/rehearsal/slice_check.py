@@ -1,0 +1,176 @@
+"""Some rows in slices, beside the same rows as one device: what agrees, by which rules, and why the rest does not.
+
+whole, sliced --compare--> agree --> a second step, where the first has left something behind
+                             |
+                             +-----> differ: roundings that grow? gradients of an earlier step?
+                                     other from run to run? --> what is left is told
+"""
+
+import torch
+
+from lightning_dpx.lightning.expected_gradient import names_gradients
+from lightning_dpx.lightning.rehearsal.comparison.comparer import compare_step, drew_alike, unstable_between
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
+from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
+from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
+from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
+from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
+from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.replicas import drawn_once
+from lightning_dpx.replicas.tolerance import difference
+
+_OF_TRAINING = frozenset({"loss", "gradient", "new weight"})
+
+
+class SliceCheck:
+    """Compares what slices do with what one device has done.
+
+    Args:
+        step: On a shadow.
+        runs: Of the step, as one device and in slices.
+        whole: What one device has done.
+        sizes: Rows of each slice.
+        loss_reduction: As given: "auto", "mean" or "sum".
+        is_look: Whether the step was rehearsed before, on other rows.
+    """
+
+    def __init__(
+        self,
+        step: ShadowStep,
+        runs: tuple[WholeRun, SlicedRun],
+        whole: Observation,
+        sizes: tuple[int, ...],
+        *,
+        loss_reduction: str,
+        is_look: bool,
+    ) -> None:
+        self._step = step
+        self._whole_run, self._sliced_run = runs
+        self._whole = whole
+        self._sizes = sizes
+        self._loss_reduction = loss_reduction
+        self._is_look = is_look
+
+    def outcome(self, judge: JudgingRules, sliced: Observation) -> Outcome:
+        """Compares, and runs more where something differs, until it is known what that comes from.
+
+        Args:
+            judge: The rules by which the slices were put together.
+            sliced: What they have done.
+
+        Raises:
+            SlicesFail: the step is not one for slices.
+        """
+        judge, sliced = self._by_mean_or_sum(judge, sliced)
+        self._note_draws(judge, sliced)
+        comparison = self._compared(judge, sliced)
+        if {kind for kind, _ in comparison.differences} == {"new weight"}:
+            self._whole.magnified = self._magnified()
+            comparison = self._compared(judge, sliced)
+        self._refuse_old_gradients(comparison)
+        unstable: frozenset[str] = frozenset()
+        if comparison.differences:
+            unstable = self._unstable(sliced, comparison)
+        if unstable:
+            # The second judge knows what is unstable, and is told of the draws that the first one has seen.
+            judge, again = self._sliced_run.observe(self._sizes, self._whole, self._loss_reduction, unstable)
+            self._note_draws(judge, sliced)
+            comparison = self._compared(judge, again, unstable)
+        # What changes from run to run says nothing in a second step either.
+        if not unstable and self._needs_second_steps(judge, comparison):
+            second = SecondSteps(self._step, self._whole_run, self._sliced_run, self._sizes)
+            second.compare(judge, comparison, self._whole)
+        return Outcome(
+            comparison=comparison,
+            judge=judge,
+            findings={**judge.findings, **judge.kept_findings},
+            logged=judge.logged_findings,
+            unstable=unstable,
+        )
+
+    def _by_mean_or_sum(self, judge: JudgingRules, sliced: Observation) -> tuple[JudgingRules, Observation]:
+        """What slices do whose losses are averaged, or added up if only that gives what one device does."""
+        # A step by hand returns no loss that could be compared, so the new weights decide between both.
+        is_open = self._step.by_hand and self._loss_reduction == "auto"
+        if is_open and self._compared(judge, sliced).differences:
+            of_sum, summed = self._sliced_run.observe(self._sizes, self._whole, "sum")
+            if not self._compared(of_sum, summed).differences:
+                return of_sum, summed
+        return judge, sliced
+
+    def _note_draws(self, judge: JudgingRules, sliced: Observation) -> None:
+        """What a step draws, and what of it once for its batch."""
+        whole = self._whole
+        if not self._step.by_hand:  # whose slices take turns, and draw in between
+            once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
+            judge.draws_once = once
+            judge.draws_by_rows = by_rows
+        # A step that draws for the first time later on is checked again, so any draw counts here.
+        judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
+
+    def _compared(self, judge: JudgingRules, sliced: Observation, unstable: frozenset[str] = frozenset()) -> Comparison:
+        return compare_step(self._step, self._whole, sliced, judge, sizes=self._sizes, unstable=unstable)
+
+    def _magnified(self) -> dict[str, float]:
+        """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""
+        nudged = self._whole_run.observe(sum(self._sizes), nudges_parameters=True)
+        factors: dict[str, float] = {}
+        for name, value in self._whole.weights.items():
+            if value.is_floating_point():
+                grown = difference(value, nudged.weights[name], self._step.tolerance)
+                factors[name] = grown / torch.finfo(value.dtype).eps
+        return factors
+
+    def _refuse_old_gradients(self, comparison: Comparison) -> None:
+        """Raises where the step reads gradients that an earlier one has left.
+
+        Raises:
+            SlicesFail: it does.
+        """
+        may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._step.strategy.lightning_module)
+        # Two more runs of one device, so only where the code names gradients or
+        # something differs already.
+        if (may_read or comparison.differences) and not self._is_look and self._reads_old_gradients():
+            raise SlicesFail(
+                "It reads gradients that the step before has left in .grad, which the first replica alone has.",
+                "For all devices to take part, read them in on_before_optimizer_step or on_train_batch_end.",
+            )
+
+    def _reads_old_gradients(self) -> bool:
+        """Whether the step does something else where the step before has left no gradients, and only then."""
+        if self._step.by_hand or not self._step.trains:
+            return False
+        again = self._whole_run.observe(sum(self._sizes))
+        # A step that two equal runs do not agree on says nothing about what gradients change.
+        if unstable_between(self._whole, again, self._step.tolerance):
+            return False
+        without = self._whole_run.observe(sum(self._sizes), after_a_step=False)
+        return bool(unstable_between(self._whole, without, self._step.tolerance))
+
+    def _unstable(self, sliced: Observation, comparison: Comparison) -> frozenset[str]:
+        """What differs because it differs from run to run, on one device as well."""
+        whole = self._whole
+        alike = drew_alike(whole, sliced)
+        # Other numbers on purpose, unless slices drew those of one device:
+        # then nothing is due to draws.
+        again = self._whole_run.observe(comparison.rows, other_draws=not alike)
+        unstable = unstable_between(whole, again, self._step.tolerance)
+        if alike or not (whole.drew or whole.left_alone or again.left_alone):
+            # No draws explain it: something outside the module goes on from run to run, and cannot be put back.
+            trained = ("loss", "gradient:", "new weight:")
+            unstable = frozenset(path for path in unstable if not path.startswith(trained))
+        of_structure = frozenset(path for path in unstable if path.startswith("structure:"))
+        return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
+
+    def _needs_second_steps(self, judge: JudgingRules, comparison: Comparison) -> bool:
+        """Whether the first step leaves something behind whose rule only another one can tell.
+
+        A decayed count grows like any other from zero, a number that is set looks like one that is added to it, and a
+        running minimum that begins at infinity is the first loss.
+        """
+        # A second step costs as much as the first, and what keeps nothing has no second one that differs.
+        goes_on = comparison.kept or judge.numbers.settings or "sum" in judge.buffers.values()
+        kinds = {kind for kind, _ in comparison.differences}
+        return bool(goes_on) and not kinds & _OF_TRAINING and not self._is_look
