@@ -44,6 +44,7 @@ from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded
 from lightning_dpx.progress import shown
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import innermost_transform, saved_tensors_hooks_enabled, tree_leaves
+from lightning_dpx.units import parse_bytes, parse_share
 
 _LOG = logging.getLogger("lightning_dpx")
 # Weak, so that a module with a plan is freed like any other.
@@ -53,7 +54,7 @@ _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyD
 def search_plan(
     module: nn.Module,
     *batch: Any,
-    budget: int | float | None = None,
+    budget: int | float | str | None = None,
     planner: str | Planner = "auto",
     num_trials: int = 6,
     device: torch.device | str | None = None,
@@ -81,8 +82,9 @@ def search_plan(
         module: Any module. One with a ``training_step`` runs that, with the batch and index 0; from the outputs of any
             other, all that require grad are summed.
         batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
-        budget: Bytes of activations at the most; a fraction (0 to 1) of what they need without a plan; or as few as
-            possible. Activations are what the step allocates and frees again: not parameters and their gradients.
+        budget: Bytes of activations at the most, also as ``"8GiB"``; a fraction (0 to 1, or ``"60%"``) of what they
+            need without a plan; or as few as possible. Activations are what the step allocates and frees again: not
+            parameters and their gradients.
         planner: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, another registered name, or a
             planner.
         num_trials: Steps of the grid of ``"search"``.
@@ -180,7 +182,7 @@ def _planned_in_parts(
     return plan_in_micro_batches(rows, of_rows, plan_of, budget, whole)[0]
 
 
-def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
+def bytes_of_budget(budget: int | float | str | None, peak: int) -> int | None:
     """A fraction is one of the unplanned peak.
 
     Raises:
@@ -188,9 +190,13 @@ def bytes_of_budget(budget: int | float | None, peak: int) -> int | None:
     """
     if budget is None:
         return None
+    if isinstance(budget, str):
+        budget = parse_share("budget", budget) if "%" in budget else parse_bytes("budget", budget)
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if not is_number or not 0 < budget < float("inf"):  # neither holds for NaN
-        raise ConfigurationError(f"budget={budget!r} is not allowed; give positive bytes, or a fraction up to 1.0.")
+        raise ConfigurationError(
+            f"budget={budget!r} is not allowed; give positive bytes, '8GiB', or a fraction up to 1.0."
+        )
     if isinstance(budget, int):  # 1 is a byte, and 1.0 is all of the peak
         return budget
     if budget <= 1:

@@ -49,7 +49,6 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
-from lightning_dpx.units import parse_bytes
 
 
 class ActivationPlanner(Callback):
@@ -67,8 +66,8 @@ class ActivationPlanner(Callback):
     planned as they are, in each process.
 
     Args:
-        budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1) of what they need without a plan, or
-            ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
+        budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1, or ``"60%"``) of what they need
+            without a plan, or ``None`` for as few as possible. Parameters, gradients and optimizer state come on top.
         planner: Who decides: ``"auto"``, ``"optimal"``, ``"milp"``, ``"search"``, ``"threshold"``, or a Planner.
         plan: Instead of a budget, a plan to follow, or the path of a saved one.
         plan_cache: Where plans are kept for the next run, which then plans nothing; as in DPXStrategy.
@@ -100,7 +99,7 @@ class ActivationPlanner(Callback):
         if budget is not None and plan is not None:
             raise ConfigurationError("Give budget, to make a plan, or plan, to follow one; not both.")
         # A float stays one: it is a share of a peak that only the first batch tells.
-        self._budget = parse_bytes("budget", budget) if isinstance(budget, str) else budget
+        self._budget = budget
         bytes_of_budget(self._budget, 1)  # checks it
         self._planner = make_planner(planner)
         self._cache = PlanningCache(plan_cache, "plan_cache")
