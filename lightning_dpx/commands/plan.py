@@ -1,6 +1,7 @@
 """``dpx plan``: what a config would take on devices that need not be there, and what to recompute so that it fits."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -47,6 +48,7 @@ HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
     "peak", "budget", "extra time", "fits",
 )  # fmt: skip
+_MOST_ROWS = 8  # of the table; where there are more devices, equal ones share a row
 # They write files or watch devices, and here no step is trained.
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
 
@@ -144,6 +146,10 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         if args.strategy != "dpx":
             print(f"one of {num_ranks(args, cli, settings)} processes with --strategy {args.strategy}:")
         print(format_dry_run(found))
+        num_devices = len(set(settings.devices))
+        num_idle = num_devices - len(found.forecasts)
+        if num_idle > 0 and args.strategy == "dpx":
+            print(f"{num_idle} of {num_devices} devices get no rows of this batch, and idle.")
         if settings.machines is not None:
             print(f"\n{format_steps(found.steps, settings.machines)}")
     if args.save is not None:
@@ -415,7 +421,17 @@ def _cells(found: DryRun) -> list[list[str]]:
                 *([_micro_batches(one)] if is_cut else []),
             ]
         )
-    return rows
+    return rows if len(rows) <= _MOST_ROWS else _with_equal_rows_joined(rows)
+
+
+def _with_equal_rows_joined(rows: list[list[str]]) -> list[list[str]]:
+    """The rows, those of devices in a row that differ in nothing but their names as one."""
+    joined: list[list[str]] = []
+    for _, group in itertools.groupby(rows, key=lambda row: row[1:]):
+        first, *others = group
+        name = f"{first[0]} to {others[-1][0]}" if others else first[0]
+        joined.append([name, *first[1:]])
+    return joined
 
 
 def _micro_batches(one: DeviceForecast) -> str:

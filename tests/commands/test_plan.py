@@ -71,6 +71,11 @@ class ByHand(NoBackward):
         optimizer.zero_grad()
 
 
+class FewRows(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(10, 64), torch.randn(10, 1)), 10)
+
+
 class NoRows(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.randn(0, 64), torch.randn(0, 1)), 1024)
@@ -212,6 +217,14 @@ def test_what_does_not_fit_says_so_and_what_would(tmp_path: Path, capsys: Any) -
     assert "needs 0." in printed.out
     assert "Not all devices can meet their budget: nothing is saved" in printed.err
     assert not (tmp_path / "p.yaml").exists()
+
+
+def test_many_equal_devices_share_a_row_and_those_without_rows_are_told(tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", "--config", config(tmp_path, model="Shallow", data="FewRows"), "--devices", "12"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ +cuda:0 +1 ", printed, re.MULTILINE)
+    assert re.search(r"^ *cuda:1 to cuda:9 +1 ", printed, re.MULTILINE)
+    assert "2 of 12 devices get no rows of this batch, and idle." in printed
 
 
 def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys: Any) -> None:
