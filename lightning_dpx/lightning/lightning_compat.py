@@ -98,6 +98,15 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "Trainer()._data_connector._datahook_selector": _name(
         "whether a batch hook is the module's or the data module's", "slices would be moved without the user's hooks"
     ),
+    "Trainer()._logger_connector._callback_metrics": _name(
+        "what trainer.callback_metrics answers", "a check of a step that reads what it has logged fails"
+    ),
+    "Trainer()._logger_connector._logged_metrics": _name(
+        "what trainer.logged_metrics answers", "a check of a step that reads what it has logged fails"
+    ),
+    "Trainer()._logger_connector._progress_bar_metrics": _name(
+        "what trainer.progress_bar_metrics answers", "a check of a step that reads what it has logged fails"
+    ),
     "Trainer()._active_loop": _name("the loop of the current stage", "a rehearsal would log, or miss data sets"),
     "Trainer().fit_loop._combined_loader": _name(
         "the loaders of a stage", "batches of several loaders cannot be told apart"
@@ -163,6 +172,16 @@ layer_sync_of: Any = attrgetter("_layer_sync")
 module_of: Callable[[Any], "pl.LightningModule | None"] = attrgetter("_lightning_module")
 states_of: Any = attrgetter("_defaults")
 skips_backward: Callable[[Any], bool] = attrgetter("fit_loop.epoch_loop.automatic_optimization._skip_backward")
+
+
+def metric_dicts(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """The object that holds what a Trainer's three kinds of metrics answer, and these dicts by attribute."""
+    connector = trainer._logger_connector
+    return connector, {
+        "_callback_metrics": connector._callback_metrics,
+        "_logged_metrics": connector._logged_metrics,
+        "_progress_bar_metrics": connector._progress_bar_metrics,
+    }
 
 
 def trainer_of(module: Any) -> Any:
@@ -261,6 +280,7 @@ __all__ = [
     "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "compiler_context_of",
     "data_hooks", "ddp_options_of", "set_compiler_context", "set_device_mesh", "set_trainer",
     "init_dist_connection", "initialize_strategy_again", "layer_sync_of", "lightning_optimizers_of", "look_up",
+    "metric_dicts",
     "module_of", "optimizers_of", "precision_hooks", "reduce_processes", "reset_precision_hooks",
     "set_precision_hooks", "states_of", "steps_for_logs", "take_signals", "tensor_parallel_size_of",
     "trainer_of", "transfer_batch", "wrap_optimizer",

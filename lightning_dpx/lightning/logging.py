@@ -2,7 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,9 @@ from torchmetrics import Metric
 
 from lightning_dpx.lightning.instance_methods import InstanceMethods
 from lightning_dpx.lightning.lightning_api import LightningModule
+from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.step_metrics import as_metric, metrics_shown, names_of
 from lightning_dpx.replicas import BatchSlice, MergeRules, Weights, weights_of
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -23,6 +26,7 @@ class StepLog:
 
     batch_slice: BatchSlice
     entries: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    read_back: set[str] = field(default_factory=set)  # what a step that runs alone has read of what it logged
 
     def record(self, name: str, value: Any, *settings: Any, **options: Any) -> None:
         """Takes the place of ``LightningModule.log`` for the duration of a step."""
@@ -40,6 +44,21 @@ class StepLog:
     def recording(self, module: LightningModule) -> InstanceMethods:
         """Within the returned block ``module.log`` (and so ``log_dict``) writes here."""
         return InstanceMethods(module, {"log": self.record})
+
+    @contextmanager
+    def recording_alone(self, module: LightningModule) -> Iterator[None]:
+        """The same for a step that no other slice runs beside: what it has logged it finds in the Trainer's metrics."""
+        trains = bool(getattr(trainer_of(module), "training", True))
+
+        def logged() -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for (name, _), (value, options) in self.entries.items():
+                if isinstance(value, torch.Tensor | int | float):
+                    found.update(dict.fromkeys(names_of(name, options, trains=trains), as_metric(value)))
+            return found
+
+        with self.recording(module), metrics_shown(module, logged, self.read_back):
+            yield
 
 
 def path_of(key: tuple[str, int]) -> str:

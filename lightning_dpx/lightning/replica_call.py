@@ -37,6 +37,7 @@ class ReplicaCall:
         "_draws",
         "_kwargs",
         "_logs",
+        "_logs_at_once",
         "_name",
         "_session",
         "_stops",
@@ -60,6 +61,7 @@ class ReplicaCall:
         self._checks_loss = checks_loss
         self._transfer = Transfer(session.trainer, session.module, dataloader_idx)
         self._logs: dict[int, StepLog] = {}
+        self._logs_at_once = False
         self._changes_settings_once = False
         self._draws: BatchDraws | None = None
         self._stops: list[int] | None = None  # replicas that have said that the run shall end
@@ -74,8 +76,9 @@ class ReplicaCall:
             self._draws.begin_slice()
         # Outside of logged_once(), as in a second pass, what is logged is dropped with this object.
         log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
+        recording = _NOTHING if self._logs_at_once else log.recording(module)  # type: ignore[arg-type]
         context = session.context(module) if session.has_contexts else _NOTHING
-        with log.recording(module), context:  # type: ignore[arg-type]
+        with recording, context:
             batch = session.moved(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
         if self._stops is not None and session.trainer.should_stop:
@@ -106,6 +109,8 @@ class ReplicaCall:
         metrics = session.metrics
         self.share_draws(rules)
         self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
+        # The whole batch on the user's own module, which may read what it has logged.
+        self._logs_at_once = len(slices) == 1 and slices[0].replica is session.replicas.root
         state.share()
         metrics.refresh(session.replicas.root.modules)
         # Whether values of slices, merged, are those of the batch is what a rehearsal has found.

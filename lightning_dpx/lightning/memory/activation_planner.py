@@ -227,7 +227,7 @@ class ActivationPlanner(Callback):
 
         def step_on(inputs: Any) -> Callable[[], torch.Tensor | None]:
             def step() -> torch.Tensor | None:
-                with log.recording(module), trainer.precision_plugin.train_step_context():
+                with log.recording_alone(module), trainer.precision_plugin.train_step_context():
                     arguments = arguments_of_step(module.training_step, inputs, batch_idx)
                     return end_of_step(module, module.training_step(*arguments))
 
@@ -251,7 +251,7 @@ class ActivationPlanner(Callback):
         def step() -> torch.Tensor | None:
             # Optimizers of a step by hand really step, so each run begins from the same state.
             visit = nullcontext() if module.automatic_optimization else guest.visit(shadow)
-            with visit, StepLog(BatchSlice(replica, 0, batch)).recording(shadow):
+            with visit, StepLog(BatchSlice(replica, 0, batch)).recording_alone(shadow):
                 arguments = arguments_of_step(shadow.training_step, batch, batch_idx)
                 return end_of_step(shadow, shadow.training_step(*arguments))
 

@@ -456,7 +456,7 @@ def unlogged_step(trainer: Trainer, module: Any, rows: Any, num_rows: int) -> An
 
     What it logs goes nowhere: the Trainer's own logs belong to a step that never happens.
     """
-    with StepLog(BatchSlice(None, num_rows, rows)).recording(module):  # type: ignore[arg-type]
+    with StepLog(BatchSlice(None, num_rows, rows)).recording_alone(module):  # type: ignore[arg-type]
         with trainer.precision_plugin.train_step_context():
             return module.training_step(*arguments_of_step(module.training_step, rows))
 

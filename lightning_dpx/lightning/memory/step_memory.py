@@ -451,7 +451,7 @@ class StepMemory(NoStepMemory):
             transfer = Transfer(session.trainer, session.module, 0)
             context = session.context(module)
             precision = strategy.precision_plugin.train_step_context()
-            with StepLog(batch_slice).recording(module), precision, context:
+            with StepLog(batch_slice).recording_alone(module), precision, context:
                 return module.training_step(transfer.to_replica(batch_slice), *step.args[1:], **step.kwargs)
 
         return run

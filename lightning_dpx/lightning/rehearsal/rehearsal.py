@@ -294,6 +294,13 @@ class Rehearsal:
         # By hand, optimizers write parameters inside of the step, as they should.
         if self._step.guest.written and not self._step.by_hand:
             raise writes_parameters(self._step.guest.written)
+        if whole.read_back:
+            names = ", ".join(map(repr, sorted(whole.read_back)))
+            raise SlicesFail(
+                f"It reads {names} in the Trainer's metrics after it has logged it, and slices log together when all "
+                "of them have ended.",
+                "For all devices to take part, use the value itself, or read it in on_train_batch_end.",
+            )
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):

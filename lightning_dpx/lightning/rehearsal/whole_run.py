@@ -101,6 +101,7 @@ class WholeRun:
                 seen.appended = {place: without_graphs(items) for place, items in grown.items()}
                 seen.numbers = numbers_of(own_attributes_of(shadow))
                 seen.changed_numbers = changed_numbers(numbers, seen.numbers)
+                seen.read_back |= log.read_back
                 seen.logged = {path_of(key): logged_value(*entry) for key, entry in log.entries.items()}
                 # One device needs no rules, as there is one slice.
                 step.note_writes(writes, replicas, MergeRules(), seen)
@@ -119,7 +120,7 @@ class WholeRun:
         step = self._step
         call = step.call
         shadow: Any = batch_slice.replica.module
-        with log.recording(shadow), step.session.context(shadow):
+        with log.recording_alone(shadow), step.session.context(shadow):
             transfer = Transfer(shadow.trainer, shadow, call.dataloader_idx)
             batch = transfer.to_replica(batch_slice)
             writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)

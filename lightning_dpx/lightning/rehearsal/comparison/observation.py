@@ -38,6 +38,7 @@ class Observation:
         weights: After a step of manual optimization, by parameter; on the host.
         magnified: How many times larger a rounding of an old weight is in the new one, where that was looked at.
         logged: By name.
+        read_back: Names of what the step has read of that in the Trainer's metrics, as one device.
         state: Python state and buffers, by path.
         state_before: The same, before the first step of one device.
         drew: Whether random numbers were made equal for all rows.
@@ -57,6 +58,7 @@ class Observation:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     magnified: dict[str, float] = field(default_factory=dict)
     logged: dict[str, Logged] = field(default_factory=dict)
+    read_back: set[str] = field(default_factory=set)
     state: dict[str, Any] = field(default_factory=dict)
     state_before: dict[str, Any] = field(default_factory=dict)
     drew: bool = False
