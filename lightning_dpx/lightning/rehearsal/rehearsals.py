@@ -15,6 +15,7 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import (
     refined,
     undecided,
 )
+from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
@@ -268,6 +269,8 @@ class Rehearsals:
             # Of what was only zero nothing has been found that could be narrowed.
             for path in before.keys() & now.keys() - rules.undecided:
                 before[path] = now[path]
+                if CHANGES not in now[path].rules:
+                    rules.disjoint.discard(path.removeprefix("self."))
                 if now[path].rules and path in chosen_rules:
                     chosen_rules[path] = now[path].rules[0]
 
@@ -388,6 +391,7 @@ class Rehearsals:
         known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
         known.times_unseen = self._rules[key].times_unseen
         known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
+        known.disjoint = {path for path in known.rebound if CHANGES in findings[f"self.{path}"].rules}
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(
