@@ -193,6 +193,9 @@ class Rehearsals:
         if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
+        # Before threads append to a list in any order, which no later step could put right.
+        if rules.growing:
+            strategy.session.replicas.note_shared_write(call.name)
         self._spot_checks.news(key, outcome.comparison.differences)
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
