@@ -63,7 +63,7 @@ class ShadowStep:
         guest: Puts back what the runs change.
         norms: Batch norms that normalize by their slice.
         tolerance: How far two runs may be apart.
-        changes_settings: Whether a run as one device has changed settings of optimizers.
+        changes_settings: Whether a run as one device has changed settings of optimizers, or of the process.
         saves_on_host: Whether what backward needs waits on the host from here on.
     """
 
