@@ -16,6 +16,7 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import (
     undecided,
 )
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
+from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
@@ -197,6 +198,7 @@ class Rehearsals:
         if rules.growing:
             strategy.session.replicas.note_shared_write(call.name)
         self._spot_checks.news(key, outcome.comparison.differences)
+        self._keep_order(call.name, outcome.comparison)
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy.session.step.rules = rules
@@ -237,6 +239,7 @@ class Rehearsals:
         # What is drawn by rows after all must not be drawn alike by all slices.
         rules.draws_once -= outcome.judge.draws_by_rows
         self._narrow(key, outcome)
+        self._keep_order(call.name, outcome.comparison)
         if not comparison.differences:
             return False
         comparison.notes.append("The batches that were checked before had shown nothing of it")
@@ -244,6 +247,11 @@ class Rehearsals:
             comparison.notes.append("With micro_batches=1 it stays in one piece")
         self._tell(call.name, comparison, is_first=False)
         return True
+
+    def _keep_order(self, name: str, comparison: Comparison) -> None:
+        """A step that writes what lies outside of the module takes turns, or threads would write it in any order."""
+        if any(path.startswith(OUTSIDE) for path in comparison.changed):
+            self._strategy.session.replicas.note_shared_write(name)
 
     def _check_smaller_slices(self, call: Call, rows: int) -> bool:
         """Tries slices of fewer rows than any before, of a step that did not run on a few rows, such as ``topk(8)``.
