@@ -1,4 +1,4 @@
-"""Steps that optimize by hand in some batches only."""
+"""Steps that optimize by hand in some batches only, and by hand with sparse gradients."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from tests.conftest import assert_equal, make_loader, make_trainer
@@ -50,6 +51,26 @@ class SwitchesBetweenBatches(Switches):
         self.automatic_optimization = not self.automatic_optimization
 
 
+class Sparse(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.table = nn.Embedding(11, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self.head(self.table(batch[0]).mean(1)), batch[1])
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        dense = torch.optim.Adam(self.head.parameters(), lr=0.1)
+        return torch.optim.SparseAdam(list(self.table.parameters()), lr=0.1), dense
+
+
 def fitted(kind: type[LightningModule], loader: Any, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = kind()
@@ -82,3 +103,12 @@ def test_micro_batches_end_where_a_step_begins_to_optimize_by_hand(kind: type[Sw
     expected = fitted(kind, make_loader(48))
     with pytest.warns(UserWarning, match="in one piece from here on, not in micro-batches: it optimizes by hand now"):
         assert_equal(fitted(kind, make_loader(48), **on(1, micro_batches=2)), expected)
+
+
+def test_steps_by_hand_with_sparse_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(11, (20, 4), generator=generator)
+    loader = DataLoader(TensorDataset(words, torch.randint(3, (20,), generator=generator)), 8)
+    expected = fitted(Sparse, loader)
+    for options in (on(2), on(3, "threads"), on(1, micro_batches=2)):
+        assert_equal(fitted(Sparse, loader, **options), expected)
