@@ -173,6 +173,31 @@ def test_what_dies_in_the_forward_is_not_held_by_the_profile() -> None:
     assert profile.peak < 1.2 * plain.peak
 
 
+class _Keeping(nn.Module):
+    """Keeps a part of its graph until the next forward, as layers keep what an additional loss may be made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.beside = Network(), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        self.kept: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.kept = self.beside(rows)
+        scores: Tensor = self.network(rows)
+        return scores
+
+
+def test_what_the_module_keeps_of_the_graph_for_longer_than_the_step_makes_no_room() -> None:
+    module, rows, step = _Keeping(), torch.randn(256, 64), Step(lambda module, rows: module(rows).mean(), _Keeping)
+    profile = profiled(step, module, rows)
+    assert profile.peak == measured(step, module, rows)[0]
+    plan = plan_profile(module, profile, None)
+    assert plan.dropped
+    assert not any(name.startswith("beside") for name in plan.dropped)
+    apply_plan(module, plan)
+    assert measured(step, module, rows)[0] == plan.peak
+
+
 def test_search_plan_of_a_potential() -> None:
     module, rows = Potential(), torch.randn(256, 64)
     plan = dpx.search_plan(module, rows, budget=0.9)
