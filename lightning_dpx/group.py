@@ -20,11 +20,20 @@ from lightning_dpx.replicas import (
     ReplicaSet,
     TwoPasses,
     batch_size,
+    check_batch_dim,
     check_choice,
     gather,
     slice_batch,
 )
-from lightning_dpx.torch_compat import FakeTensorMode, parameters_of, tree_leaves, tree_map, tree_map_only
+from lightning_dpx.torch_compat import (
+    FakeTensorMode,
+    buffers_of,
+    parameters_of,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    version_counter,
+)
 
 GradReq = Literal["write", "add", "null"]
 
@@ -47,14 +56,15 @@ class ReplicaGroup:
         devices: K devices; repeated ones are allowed.
         workload: ``None`` for even shares, K positive numbers, or ``"auto"`` for shares by measured speed.
         batch_dim: The batch dim of all inputs and outputs, or ``{input: dim}`` with positions (``"0"``), keywords and
-            paths within them (``"0.pixels"``), and ``"output"`` for the outputs; 0 for those that are not named, -1
-            gives an input whole.
+            paths within them (``"0.pixels"``), ``"output"`` for the outputs and ``"labels"`` for those of a metric; 0
+            for those that are not named, -1 gives an input whole.
         grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none;
             or ``{parameter name: one of them}``, with "write" for those that are not named.
         fixed_params: Names of parameters that get no gradient.
         inputs_need_grad: Also compute the gradients of the floating-point inputs.
         shared_group: A group whose parameters of the same names this one uses, replica by replica: one copy of the
-            values and one of the gradients, for modules of different shapes of input (bucketing).
+            values and one of the gradients, for modules of different shapes of input (bucketing). Buffers in the state
+            dict of both, of the same name, shape and dtype, are one as well.
         reducer: A registered name, ``"auto"`` or a reducer.
         execution: ``"auto"``, ``"inline"`` or ``"threads"``.
         micro_batches: M, or one M for each device: a device's slice is cut into M micro-batches of nearly equal rows,
@@ -91,8 +101,11 @@ class ReplicaGroup:
         existing = [] if shared_group is None else _existing(shared_group, placed)
         if existing:
             _adopt(module, existing[0])
+            _adopt_buffers(module, shared_group)
         self._grad_req = _requests(module, grad_req)
         names = dict(module.named_parameters())
+        if isinstance(fixed_params, str):
+            raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list: [{fixed_params!r}].")
         for name in fixed_params:
             if name not in names:
                 raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
@@ -116,6 +129,7 @@ class ReplicaGroup:
         self._monitors: list[RemovableHandle] = []
         self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
+        self._left: list[int] = []  # versions of the buffers as the last forward left them
         self._num_positional = 0
         self._two_passes: TwoPasses | None = None  # of a forward that kept no graph
         self._is_again = False
@@ -143,8 +157,8 @@ class ReplicaGroup:
         Raises:
             ConfigurationError: not a positive number of rows.
         """
-        if num_rows < 1:
-            raise ConfigurationError(f"num_rows={num_rows} is not allowed; give at least one row.")
+        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1:
+            raise ConfigurationError(f"num_rows={num_rows!r} is not allowed; give at least one row, as an int.")
         # A smaller batch would else be taken for the last one of an epoch, and given
         # to fewer replicas.
         self._set.partition.forget_usual_rows()
@@ -246,6 +260,7 @@ class ReplicaGroup:
         active = [batch_slice.replica for batch_slice in self._slices]
         self._set.python_state.collect(active)
         self._set.state.buffers.collect(active)
+        self._left = [version_counter(buffer) for buffer in self._set.root.buffers]
 
     def _run_module(self, batch_slice: BatchSlice) -> Any:
         batch = dict(batch_slice.batch)
@@ -408,22 +423,35 @@ class ReplicaGroup:
             merged.append(sum(grad.to(device) for grad in column) if whole else gather(column, rows, device, dim))
         return merged
 
-    def update_metric(self, metric: Any, labels: torch.Tensor) -> None:
+    def update_metric(self, metric: Any, labels: Any) -> None:
         """Calls ``metric.update(outputs, labels)`` once per active replica, with its slice of ``labels`` (B rows).
 
         Args:
             metric: A torchmetrics metric, or anything with such an ``update``; a ``device`` of its own is respected.
-            labels: Cut as the batch was.
+            labels: A tensor, or several in a container; cut as inputs are, by ``batch_dim`` with the name
+                ``"labels"``.
 
         Raises:
             ConfigurationError: no forward came before.
+            SliceError: the labels have another number of rows than the batch, or cannot be cut.
         """
         if not self._outputs:
             raise ConfigurationError("update_metric() needs a forward() before it.")
         # Metrics of torchmetrics have a device of their own.
         device = getattr(metric, "device", self._set.root.device)
-        for output, rows in zip(self._outputs, self.slices, strict=True):
-            metric.update(output.detach().to(device), labels[rows].to(device))
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to(device)
+
+        rows = [batch_slice.num_rows for batch_slice in self._slices]
+        try:
+            parts = slice_batch({"labels": labels}, rows, self._set.slicer.batch_dim)
+        except SliceError as error:
+            error.add_note(f"In update_metric(), after a forward of {sum(rows)} rows.")
+            raise
+        # All are cut before the metric sees the first: it would else count some of them twice.
+        for output, part in zip(self._outputs, parts, strict=True):
+            metric.update(*tree_map_only(torch.Tensor, move, (output, part["labels"])))
 
     def install_monitor(self, monitor: Callable[[int, str, torch.Tensor], None] | None) -> None:
         """Calls ``monitor(replica, name, tensor)`` for the output of every submodule of every replica.
@@ -454,13 +482,20 @@ class ReplicaGroup:
         return hook
 
     def get_params(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copies of the parameters, and of the buffers as their mean over the replicas, on the CPU, by name.
+        """Copies of the parameters, and of the buffers, on the CPU, by name.
 
-        Integer buffers are those of the first replica.
+        Buffers are their mean over the replicas that had rows in the last forward, integer ones those of the first; or
+        the module's own, where they were written since.
         """
         module = self._set.root.module
         parameters = {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
-        columns = zip(*(replica.buffers for replica in self.replicas), strict=True)
+        root = self._set.root
+        replicas = [batch_slice.replica for batch_slice in self._slices]
+        # What was written since is on the first replica alone; the others get it before their next
+        # forward.
+        if not self._outputs or self._left != [version_counter(buffer) for buffer in root.buffers]:
+            replicas = [root]
+        columns = zip(*(replica.buffers for replica in replicas), strict=True)
         buffers = {}
         for (name, own), column in zip(module.named_buffers(), columns, strict=True):
             copies = [buffer.detach().cpu() for buffer in column]
@@ -472,17 +507,22 @@ class ReplicaGroup:
     def set_params(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, allow_extra: bool = False
     ) -> None:
-        """Writes parameters and buffers by name into all replicas.
+        """Writes parameters and buffers by name into all replicas; those that are not named keep their values.
 
         Raises:
-            ConfigurationError: a name that the module does not have, unless ``allow_extra``.
+            ConfigurationError: a name that the module does not have, unless ``allow_extra``; or a value of another
+                shape, or that is no tensor.
         """
         module = self._set.root.module
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        # A tied weight goes by all of its names, as in a state dict.
+        own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        own.update(module.named_buffers(remove_duplicate=False))
         values = {**params, **buffers}
-        # Names are asked for before the first value is written: an error leaves all as it was.
-        for name in values:
-            if name not in own and not allow_extra:
+        # All is looked at before the first value is written: an error leaves all as it was.
+        for name, value in values.items():
+            if name in own:
+                _check_value(name, value, own[name])
+            elif not allow_extra:
                 raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
         for name, value in values.items():
             if name in own:
@@ -517,6 +557,8 @@ def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> d
 
 def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict[str, nn.Parameter]]:
     """Every replica's parameters, also under the other names of tied ones."""
+    if not isinstance(group, ReplicaGroup):
+        raise ConfigurationError(f"shared_group={type(group).__name__} is not allowed; give a ReplicaGroup.")
     theirs = [replica.device for replica in group._set.primaries]
     # Parameters are shared replica by replica, so number and order count.
     if theirs != list(devices):
@@ -536,12 +578,43 @@ def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
             # A layer without a bias has None in its place.
             if mine is None or name not in existing:
                 continue
-            if mine.shape != existing[name].shape:
+            theirs = existing[name]
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 raise ConfigurationError(
-                    f"Parameter {name} has shape {tuple(mine.shape)} here and {tuple(existing[name].shape)} in "
-                    "shared_group; shared parameters need equal shapes."
+                    f"Parameter {name} has shape {tuple(mine.shape)} and {mine.dtype} here, {tuple(theirs.shape)} and "
+                    f"{theirs.dtype} in shared_group; shared parameters need equal shapes and dtypes."
                 )
-            parameters_of(child)[key] = existing[name]
+            parameters_of(child)[key] = theirs
+
+
+def _adopt_buffers(module: nn.Module, group: "ReplicaGroup | None") -> None:
+    """Puts what ``group`` counts and averages, such as running statistics, in the place of what ``module`` has."""
+    theirs = {} if group is None else group._set.root.module.state_dict(keep_vars=True)
+    persistent = module.state_dict(keep_vars=True)
+    for path, child in module.named_modules(remove_duplicate=False):
+        for key, mine in list(buffers_of(child).items()):
+            name = f"{path}.{key}" if path else key
+            # Not in the state dict: a constant, such as a mask, that follows from the shape of the module.
+            if mine is None or name not in persistent or name not in theirs:
+                continue
+            if mine.shape == theirs[name].shape and mine.dtype == theirs[name].dtype:
+                buffers_of(child)[key] = theirs[name]
+
+
+def _check_value(name: str, value: object, own: torch.Tensor) -> None:
+    """Whether ``value`` may be written to ``own``.
+
+    Raises:
+        ConfigurationError: it may not.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ConfigurationError(f"The value of {name!r} is {type(value).__name__}; give a tensor.")
+    # A copy would stretch one value over all elements.
+    if value.shape != own.shape:
+        raise ConfigurationError(
+            f"The value of {name!r} has shape {tuple(value.shape)}, the module's has {tuple(own.shape)}; they must be "
+            "equal."
+        )
 
 
 def _walk(output: Any, gradient: Any) -> None:
@@ -571,8 +644,9 @@ def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> N
     """Whether the inputs that ``batch_dim`` names are those of ``module``, where its signature says so.
 
     Raises:
-        ConfigurationError: one is not.
+        ConfigurationError: one is not, or the dims are no ints.
     """
+    check_batch_dim(batch_dim)
     if not isinstance(batch_dim, Mapping):
         return
     parameters = inspect.signature(module.forward).parameters
@@ -580,11 +654,11 @@ def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> N
     # A forward with `*args` or `**kwargs` takes inputs of any name.
     if not kinds.isdisjoint({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}):
         return
-    known = [*map(str, range(len(parameters))), *parameters, "output"]
+    known = [*map(str, range(len(parameters))), *parameters, "output", "labels"]
     for path in batch_dim:
         # What lies within an input is known only when it comes.
         if path.partition(".")[0] not in known:
             raise ConfigurationError(
                 f"batch_dim names {path!r}; {type(module).__name__}.forward takes {', '.join(parameters)}, by position "
-                '"0" and so on, and what it returns is "output".'
+                '"0" and so on; what it returns is "output", and what a metric compares that with is "labels".'
             )

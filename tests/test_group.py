@@ -349,3 +349,98 @@ def test_parameters_with_a_wrong_name_among_them_change_nothing() -> None:
     with pytest.raises(dpx.ConfigurationError, match="The module has no 'weights'; it has weight, bias"):
         group.set_params({"bias": torch.ones(2), "weights": torch.ones(2, 4)}, {})
     torch.testing.assert_close(group.get_params()[0], before)
+
+
+class Counting(nn.Module):
+    """Rows of one length, with a mask and a size of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+        self.register_buffer("mask", torch.ones(length))
+        self.register_buffer("length", torch.tensor(length), persistent=False)
+
+    def forward(self, input):
+        return self.norm((input * self.mask).sum(1, keepdim=True)) / self.length
+
+
+def test_buckets_share_running_statistics(make_group) -> None:
+    device = places(1)[0]
+    long = make_group(Counting(6), places(2))
+    short = make_group(Counting(3), places(2), shared_group=long)
+    long.forward(torch.randn(8, 6, device=device))
+    (left, right) = (group.replicas[0].module for group in (long, short))
+    assert torch.equal(left.norm.running_var, right.norm.running_var)
+    short.forward(torch.randn(8, 3, device=device))
+    assert left.norm.num_batches_tracked == right.norm.num_batches_tracked == 2
+    # What another group has written since is all that there is: replicas of this one have older values.
+    assert torch.equal(long.get_params()[1]["norm.running_mean"], left.norm.running_mean.cpu())
+    assert right.length == 3
+    assert len(right.mask) == 3
+    with pytest.raises(dpx.ConfigurationError, match=r"Parameter norm\.weight .*torch\.float64 here, .*torch\.float32"):
+        make_group(Counting(6).double(), places(2), shared_group=long)
+    with pytest.raises(dpx.ConfigurationError, match="shared_group=Counting is not allowed; give a ReplicaGroup"):
+        make_group(Counting(6), places(2), shared_group=left)
+
+
+def test_set_params_writes_all_or_nothing_under_all_names(make_group) -> None:
+    module = Bucket(4)
+    group = make_group(module, places(2))
+    before = copy.deepcopy(module.state_dict())
+    positions = torch.ones(4, 64)
+    for wrong, told in (
+        ({"head.weight": torch.ones(1)}, r"'head\.weight' has shape \(1,\), the module's has \(100, 64\)"),
+        ({"embed.weight": [1.0]}, r"'embed\.weight' is list; give a tensor"),
+    ):
+        with pytest.raises(dpx.ConfigurationError, match=told):
+            group.set_params({"positions": positions, **wrong}, {})
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, before[name])
+    group.set_params({name: value + 1 for name, value in before.items()}, {})
+    assert torch.equal(module.head.weight, before["embed.weight"] + 1)
+
+
+def test_get_params_returns_what_was_set(make_group) -> None:
+    device = places(1)[0]
+    group = make_group(nn.BatchNorm1d(3), places(3))
+    group.forward(torch.randn(9, 3, device=device))
+    group.set_params({}, {"running_mean": torch.full((3,), 5.0)})
+    assert group.get_params()[1]["running_mean"].tolist() == [5, 5, 5]
+    group.forward(torch.randn(9, 3, device=device))
+    group.forward(torch.ones(2, 3, device=device))  # the first replica's alone
+    mean = group.replicas[0].module.running_mean
+    torch.testing.assert_close(group.get_params()[1]["running_mean"], mean.cpu())
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.shapes = []
+
+    def update(self, outputs, labels) -> None:
+        self.shapes.append((tuple(outputs.shape), [tuple(label.shape) for label in labels]))
+
+
+def test_labels_are_cut_as_inputs_are(make_group) -> None:
+    device = places(1)[0]
+    layout = {"0": 1, "output": 1, "labels.0": 1, "labels.2": -1}
+    group, seen = make_group(nn.Linear(3, 2), places(2), batch_dim=layout, workload=[2, 1]), Seen()
+    group.forward(torch.randn(5, 6, 3, device=device))
+    group.update_metric(seen, [torch.ones(5, 6), torch.ones(6), torch.ones(7)])
+    assert seen.shapes == [((5, 4, 2), [(5, 4), (4,), (7,)]), ((5, 2, 2), [(5, 2), (2,), (7,)])]
+    with pytest.raises(dpx.SliceError, match="do not agree on the number of rows") as caught:
+        group.update_metric(seen, [torch.ones(5, 4), torch.ones(4), torch.ones(7)])
+    assert caught.value.__notes__ == ["In update_metric(), after a forward of 6 rows."]
+    assert len(seen.shapes) == 2
+    timed = make_group(nn.Linear(3, 2), places(2), batch_dim=1)
+    timed.forward(torch.randn(5, 6, 3, device=device))
+    timed.update_metric(seen, [torch.ones(5, 6)])
+    assert seen.shapes[2:] == [((5, 3, 2), [(5, 3)])] * 2
+
+
+@pytest.mark.parametrize("num_rows", [2.5, True, "6", None])
+def test_rows_are_counted_in_ints(make_group, num_rows) -> None:
+    group = make_group(nn.Linear(3, 2), places(2))
+    with pytest.raises(dpx.ConfigurationError, match=r"num_rows=.* is not allowed; give at least one row, as an int"):
+        group.reshape(num_rows)
+    with pytest.raises(dpx.ConfigurationError, match=r"batch_dim=.* is not allowed; give an int"):
+        make_group(nn.Linear(3, 2), places(2), batch_dim="rows")
