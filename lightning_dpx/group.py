@@ -1,7 +1,8 @@
 """The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup)."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -16,13 +17,14 @@ from lightning_dpx.replicas import (
     BatchSlice,
     Execution,
     MicroBatches,
+    OutputGradients,
     Replica,
     ReplicaSet,
     TwoPasses,
-    batch_size,
     check_batch_dim,
     check_choice,
     gather,
+    join_input_gradients,
     slice_batch,
 )
 from lightning_dpx.torch_compat import (
@@ -60,7 +62,7 @@ class ReplicaGroup:
             for those that are not named, -1 gives an input whole.
         grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none;
             or ``{parameter name: one of them}``, with "write" for those that are not named.
-        fixed_params: Names of parameters that get no gradient.
+        fixed_params: Names of parameters that get no gradient; as with "null", in this group alone.
         inputs_need_grad: Also compute the gradients of the floating-point inputs.
         shared_group: A group whose parameters of the same names this one uses, replica by replica: one copy of the
             values and one of the gradients, for modules of different shapes of input (bucketing). Buffers in the state
@@ -111,10 +113,7 @@ class ReplicaGroup:
                 raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
         self._inputs_need_grad = inputs_need_grad
         without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
-        # Autograd then computes none at all, so fixed parameters take no memory
-        # for gradients either.
-        for name in without:
-            names[name].requires_grad_(False)
+        self._fixed = [index for index, name in enumerate(names) if name in without]
         _check_batch_dim(module, batch_dim)
         self._set = ReplicaSet(
             module,
@@ -130,6 +129,7 @@ class ReplicaGroup:
         self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
         self._left: list[int] = []  # versions of the buffers as the last forward left them
+        self._modes: list[bool] = []  # train or eval, of each submodule in the last forward
         self._num_positional = 0
         self._two_passes: TwoPasses | None = None  # of a forward that kept no graph
         self._is_again = False
@@ -192,19 +192,20 @@ class ReplicaGroup:
 
         Args:
             inputs: The module's positional inputs.
-            is_train: Train or eval mode; ``None`` keeps the module's own.
+            is_train: Train or eval mode of all submodules in this forward; ``None`` takes the module's own.
             named_inputs: The module's keyword inputs.
 
         Raises:
             SliceError: the inputs cannot be cut.
         """
-        self._begin(inputs, named_inputs, is_train)
-        self._two_passes = TwoPasses(self._set) if self._takes_turns and torch.is_grad_enabled() else None
-        if self._two_passes is None:
-            self._outputs = self._set.run("forward", self._slices, self._run_module)
-        else:
-            self._outputs = self._two_passes.first(self._slices, self._run_module)
-        self._end()
+        with self._step(is_train):
+            self._begin(inputs, named_inputs)
+            self._two_passes = TwoPasses(self._set) if self._takes_turns and torch.is_grad_enabled() else None
+            if self._two_passes is None:
+                outputs = self._set.run("forward", self._slices, self._run_module)
+            else:
+                outputs = self._two_passes.first(self._slices, self._run_module)
+            self._end(outputs)
 
     def forward_backward(
         self, *inputs: Any, out_grads: Any = None, is_train: bool | None = None, **named_inputs: Any
@@ -222,30 +223,64 @@ class ReplicaGroup:
 
         Raises:
             ConfigurationError: ``grad_req="null"``.
-            SliceError: the inputs cannot be cut, or ``out_grads`` has another number of rows.
+            SliceError: the inputs cannot be cut, or ``out_grads`` has another number of rows, structure or shape than
+                the outputs.
         """
         self._check_wants_gradients()
-        self._begin(inputs, named_inputs, is_train)
+        walked: list[bool] = []
+        with self._step(is_train):
+            self._begin(inputs, named_inputs)
+            # Wrong rows are refused before anything runs, and before the gradients of the last
+            # step are gone.
+            grads = self._read_gradients(out_grads)
+            rows = self._rows_by_replica()
+
+            def run_both(batch_slice: BatchSlice) -> Any:
+                output = self._run_module(batch_slice)
+                walked.append(grads.walk(output, rows[batch_slice.replica.index]))
+                # Its graph has had its backward, and would hold the next micro-batch's memory back.
+                return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+            with self._summed_gradients():
+                self._end(self._set.run("forward", self._slices, run_both))
+                _check_walked(walked)
+
+    @contextmanager
+    def _step(self, is_train: bool | None) -> Iterator[None]:
+        """A forward, in its mode; the module's own mode is for what comes after it."""
+        # Nothing of the last forward is left if this one fails: a backward would take the old outputs
+        # for those of the new slices.
+        self._outputs = []
+        self._slices = []
         self._two_passes = None
-        # Wrong rows are refused before anything runs, and before the gradients of the last
-        # step are gone.
-        grads = self._gradients_by_replica(out_grads)
-        self._forget_gradients()
+        modules = self._set.root.modules
+        own = [module.training for module in modules]
+        try:
+            if is_train is not None:
+                self._set.root.module.train(is_train)
+            self._modes = [module.training for module in modules]
+            with self._fixed_parameters():
+                yield
+        finally:
+            for module, mode in zip(modules, own, strict=True):
+                module.training = mode
 
-        def run_both(batch_slice: BatchSlice) -> Any:
-            output = self._run_module(batch_slice)
-            _walk(output, grads[batch_slice.replica.index])
-            # Its graph has had its backward, and would hold the next micro-batch's memory back.
-            return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+    @contextmanager
+    def _fixed_parameters(self) -> Iterator[None]:
+        """Autograd computes no gradients of fixed parameters, so they take no memory for them either."""
+        # Only while the graph is made: a group that shares them may want their gradients.
+        candidates = [replica.parameters[index] for replica in self.replicas for index in self._fixed]
+        paused = [parameter for parameter in candidates if parameter.requires_grad]
+        try:
+            for parameter in paused:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in paused:
+                parameter.requires_grad_(True)
 
-        self._outputs = self._set.run("forward", self._slices, run_both)
-        self._end()
-        self._reduce()
-
-    def _begin(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any], is_train: bool | None) -> None:
+    def _begin(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
         """The inputs on their replicas, which have the parameters and buffers of the first."""
-        if is_train is not None:
-            self._set.root.module.train(is_train)
         # Inputs by position and by name are cut by one rule, and batch_dim names both.
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
         self._num_positional = len(inputs)
@@ -255,12 +290,13 @@ class ReplicaGroup:
         self._set.state.synchronize()
         self._slices = [BatchSlice(one.replica, one.num_rows, self._place(one)) for one in slices]
 
-    def _end(self) -> None:
+    def _end(self, outputs: list[Any]) -> None:
         """What the forward left on the replicas comes to the first."""
         active = [batch_slice.replica for batch_slice in self._slices]
         self._set.python_state.collect(active)
         self._set.state.buffers.collect(active)
         self._left = [version_counter(buffer) for buffer in self._set.root.buffers]
+        self._outputs = outputs
 
     def _run_module(self, batch_slice: BatchSlice) -> Any:
         batch = dict(batch_slice.batch)
@@ -290,64 +326,102 @@ class ReplicaGroup:
         """Runs backward on every replica, then sums the parameter gradients into the module.
 
         Args:
-            out_grads: Gradients of the merged outputs (B rows), in the outputs' own structure. ``None`` where the
-                output is a scalar loss, the mean over its rows: the replicas' losses are then weighted by their rows.
+            out_grads: Gradients of the merged outputs (B rows), in the outputs' own structure; ``None`` in the place of
+                an output that needs none. None at all where the output is a scalar loss, the mean over its rows: the
+                replicas' losses are then weighted by their rows.
 
         Raises:
-            ConfigurationError: no forward came before, or ``grad_req="null"``.
+            ConfigurationError: no forward came before, or one without gradients, or ``grad_req="null"``.
             SliceError: ``out_grads`` has another number of rows, structure or shape than the outputs; or there are
                 none, and the output is no scalar loss.
         """
         if not self._outputs:
             raise ConfigurationError("backward() needs a forward() before it.")
         self._check_wants_gradients()
-        grads = self._gradients_by_replica(out_grads)
-        self._forget_gradients()
-        if self._two_passes is not None:
-            self._run_again(self._two_passes, grads)
-        else:
-            # Replicas without rows have no outputs, so both go by the index of the replica.
-            outputs = dict(zip(grads, self._outputs, strict=True))
-            self._set.run(
-                "backward",
-                self._slices,
-                lambda one: _walk(outputs[one.replica.index], grads[one.replica.index]),
-            )
-        self._reduce()
+        grads = self._read_gradients(out_grads)
+        rows = self._rows_by_replica()
+        # Replicas without rows have no outputs, so all go by the index of the replica.
+        outputs = dict(zip(rows, self._outputs, strict=True))
+        # Before the gradients of the last step are gone.
+        for index, output in outputs.items():
+            grads.check(output, rows[index])
+        with self._summed_gradients():
+            if self._two_passes is not None:
+                walked = self._run_again(self._two_passes, grads)
+            else:
+                walked = self._set.run(
+                    "backward",
+                    self._slices,
+                    lambda one: grads.walk(outputs[one.replica.index], rows[one.replica.index]),
+                )
+            _check_walked(walked)
 
-    def _run_again(self, two_passes: TwoPasses, grads: Mapping[int, Any]) -> None:
+    def _run_again(self, two_passes: TwoPasses, grads: OutputGradients) -> list[bool]:
         """The second forward of every micro-batch, with its backward; monitors have seen the first."""
+        walked: list[bool] = []
+        rows = self._rows_by_replica()
+        modules = self._set.root.modules
+        own = [module.training for module in modules]
         self._is_again = True
         try:
-            two_passes.second(self._slices, lambda one: _walk(self._run_module(one), grads[one.replica.index]))
+            # As in the first forward, whatever the module is set to by now.
+            for module, mode in zip(modules, self._modes, strict=True):
+                module.training = mode
+            with self._fixed_parameters():
+                two_passes.second(
+                    self._slices,
+                    lambda one: walked.append(grads.walk(self._run_module(one), rows[one.replica.index])),
+                )
         finally:
             self._is_again = False
+            for module, mode in zip(modules, own, strict=True):
+                module.training = mode
+        return walked
 
     def _check_wants_gradients(self) -> None:
         if all(request == "null" for request in self._grad_req.values()) and not self._inputs_need_grad:
             raise ConfigurationError("backward() with grad_req='null'; build the group with 'write' or 'add'.")
 
-    def _gradients_by_replica(self, out_grads: Any) -> dict[int, Any]:
-        """What each replica's backward begins with.
+    def _read_gradients(self, out_grads: Any) -> OutputGradients:
+        """What the replicas' backwards begin with.
 
         Raises:
             SliceError: ``out_grads`` has another number of rows.
         """
-        rows = [batch_slice.num_rows for batch_slice in self._slices]
-        if out_grads is None:
-            parts: list[Any] = [torch.tensor(size / sum(rows)) for size in rows]
-        else:
-            given = batch_size(out_grads, self._output_dim)
-            if given != sum(rows):
-                raise SliceError(f"out_grads has {given} rows, the outputs have {sum(rows)}; give one per output row.")
-            parts = slice_batch(out_grads, rows, self._output_dim)
-        return {batch_slice.replica.index: part for batch_slice, part in zip(self._slices, parts, strict=True)}
+        num_rows = sum(batch_slice.num_rows for batch_slice in self._slices)
+        return OutputGradients.read(out_grads, num_rows, self._output_dim)
 
-    def _forget_gradients(self) -> None:
+    def _rows_by_replica(self) -> dict[int, slice]:
+        return {one.replica.index: rows for one, rows in zip(self._slices, self.slices, strict=True)}
+
+    @contextmanager
+    def _summed_gradients(self) -> Iterator[None]:
+        """A backward, whose gradients are then summed into the module; an error leaves nothing of it there."""
+        accumulated: dict[nn.Parameter, torch.Tensor | None] = {}
         for name, parameter in self._set.root.module.named_parameters():
-            # Of the module alone: the other replicas gave theirs away in the last sum.
-            if self._grad_req[name] == "write":
-                parameter.grad = None
+            if self._grad_req[name] == "null":
+                continue
+            # Gradients are written into the parameter one by one, so those of earlier steps wait
+            # beside it.
+            accumulated[parameter] = parameter.grad if self._grad_req[name] == "add" else None
+            parameter.grad = None
+        # The other replicas gave theirs away in the last sum, unless users have walked outputs by themselves.
+        self._forget_summed()
+        try:
+            yield
+            self._reduce()
+        except BaseException:
+            self._forget_summed()
+            for parameter, grad in accumulated.items():
+                parameter.grad = grad
+            raise
+        for parameter, grad in accumulated.items():
+            parameter.grad = _added(grad, parameter.grad)
+
+    def _forget_summed(self) -> None:
+        # Left there they would be added once more in the next step.
+        for replica in self._set.primaries[1:]:
+            replica.module.zero_grad(set_to_none=True)
 
     def _reduce(self) -> None:
         # Replicas of further micro-batches share the parameters of the first on their device.
@@ -358,9 +432,7 @@ class ReplicaGroup:
         for column in columns:
             gradients.append([parameter.grad for parameter in column])
         summed = self._reducer.reduce(gradients, owners=owners)
-        for replica in primaries[1:]:
-            # What they gave is in the sum; left there it would be added once more in the next step.
-            replica.module.zero_grad(set_to_none=True)
+        self._forget_summed()
         for parameter, grad in zip(columns[0], summed, strict=True):
             parameter.grad = grad
 
@@ -411,16 +483,15 @@ class ReplicaGroup:
 
     def input_grads_merged(self) -> list[Any]:
         """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""
-        columns = self.input_grads()
+        if not self.input_grads():
+            return []
         rows = [batch_slice.num_rows for batch_slice in self._slices]
         device = self._set.root.device
+        batch_dim = self._set.slicer.batch_dim
         merged = []
-        for name, column in zip(self._slices[0].batch, columns, strict=True):
-            dim = self._dim(name)
-            whole = dim == -1 and column[0] is not None
-            # Every replica had all of that input, so each of its elements has a gradient from
-            # each of them.
-            merged.append(sum(grad.to(device) for grad in column) if whole else gather(column, rows, device, dim))
+        for name in self._slices[0].batch:
+            parts = [batch_slice.batch[name] for batch_slice in self._slices]
+            merged.append(join_input_gradients(parts, rows, device, batch_dim, name))
         return merged
 
     def update_metric(self, metric: Any, labels: Any) -> None:
@@ -617,23 +688,26 @@ def _check_value(name: str, value: object, own: torch.Tensor) -> None:
         )
 
 
-def _walk(output: Any, gradient: Any) -> None:
-    """Runs the backward of one replica, from its outputs and their gradients."""
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    gradients = tree_leaves(gradient)
-    # By elements and not by shape: a gradient of shape [3] serves an output of shape [3, 1].
-    if [leaf.numel() for leaf in outputs] != [grad.numel() for grad in gradients]:
-        given = ", ".join(str(list(grad.shape)) for grad in gradients)
-        own = ", ".join(str(list(leaf.shape)) for leaf in outputs)
-        raise SliceError(
-            f"The outputs have shapes {own}, and their gradients {given}. Without out_grads the output must be a "
-            "scalar loss; out_grads has the structure of outputs_merged()."
+@torch.no_grad()
+def _added(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradients of earlier steps and of this one, of which either may be missing."""
+    if total is None or grad is None:
+        return grad if total is None else total
+    # Of two sparse gradients the sum has other indices than either.
+    return total + grad if total.is_sparse or grad.is_sparse else total.add_(grad)
+
+
+def _check_walked(walked: Sequence[bool]) -> None:
+    """Whether some replica had a graph.
+
+    Raises:
+        ConfigurationError: none had.
+    """
+    if not any(walked):
+        raise ConfigurationError(
+            "backward() found nothing to compute gradients of: the forward ran under torch.no_grad(), or no parameter "
+            "or input that it used requires a gradient. Run the forward with gradients on."
         )
-    pairs = zip(outputs, gradients, strict=True)
-    # Outputs such as indices have no graph, and autograd refuses them.
-    wanted = [(leaf, grad) for leaf, grad in pairs if leaf.requires_grad]
-    # The gradients were cut where they came from, and may be of another type.
-    torch.autograd.backward([leaf for leaf, _ in wanted], [grad.to(leaf).reshape(leaf.shape) for leaf, grad in wanted])
 
 
 def _grad_of(value: Any) -> torch.Tensor | None:

@@ -351,6 +351,131 @@ def test_parameters_with_a_wrong_name_among_them_change_nothing() -> None:
     torch.testing.assert_close(group.get_params()[0], before)
 
 
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows):
+        ctx.save_for_backward(rows)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if (ctx.saved_tensors[0] > 100).any():
+            raise ValueError("too large")
+        return grad
+
+
+class Fails(nn.Linear):
+    """Fails in forward on rows above 200, in backward on rows above 100."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if (input > 200).any():
+            raise ValueError("much too large")
+        return super().forward(FailingBackward.apply(input))
+
+
+@pytest.mark.parametrize("request_", ["write", "add"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_failed_backward_leaves_nothing_in_the_next_one(make_group, request_, both) -> None:
+    device = places(1)[0]
+    group = make_group(Fails(3, 2), places(3), grad_req=request_, inputs_need_grad=True)
+    weight, ones = group.replicas[0].module.weight, torch.ones(6, 2, device=device)
+
+    def step(rows):
+        if both:
+            group.forward_backward(rows, out_grads=ones)
+            return
+        group.forward(rows)
+        group.backward(ones)
+
+    rows = torch.randn(6, 3)
+    step(rows.to(device))
+    once = weight.grad.clone()
+    failing = torch.cat([rows[:5], torch.full((1, 3), 101.0)])
+    with pytest.raises(ValueError, match="too large"):
+        step(failing.to(device))
+    # Of gradients that replace each other none is left, and those that add up are as they were.
+    assert weight.grad is None if request_ == "write" else torch.equal(weight.grad, once)
+    step(rows.to(device))
+    torch.testing.assert_close(weight.grad, once if request_ == "write" else 2 * once)
+
+
+def test_after_a_failed_forward_there_is_nothing_to_go_back_from(make_group) -> None:
+    device = places(1)[0]
+    group, rows = make_group(Fails(3, 2), places(2)), torch.randn(4, 3)
+    group.forward(rows.to(device))
+    with pytest.raises(ValueError, match="much too large"):
+        group.forward(torch.full((6, 3), 201.0, device=device))
+    assert group.outputs() == []
+    with pytest.raises(dpx.ConfigurationError, match=r"backward\(\) needs a forward\(\)"):
+        group.backward(torch.ones(4, 2, device=device))
+
+
+def test_a_backward_without_a_graph_is_told(make_group) -> None:
+    device = places(1)[0]
+    group = make_group(nn.Linear(3, 2), places(2))
+    with torch.no_grad():
+        group.forward(torch.ones(4, 3, device=device))
+    with pytest.raises(dpx.ConfigurationError, match=r"found nothing to compute gradients of.*no_grad"):
+        group.backward(torch.ones(4, 2, device=device))
+
+
+class LossAndScores(nn.Linear):
+    def forward(self, input, *, target):
+        scores = super().forward(input)
+        return {"loss": nn.functional.cross_entropy(scores, target), "scores": scores}
+
+
+def test_a_loss_beside_outputs_with_rows(make_group) -> None:
+    torch.manual_seed(0)
+    device, rows, target = places(1)[0], torch.randn(7, 3), torch.randint(2, (7,))
+    plain = LossAndScores(3, 2)
+    group = make_group(copy.deepcopy(plain), places(2), workload=[5, 2])
+    out_grads = {"scores": torch.randn(7, 2), "loss": torch.tensor(3.0)}  # not in the order of the outputs
+    group.forward(rows.to(device), target=target.to(device))
+    group.backward({name: grad.to(device) for name, grad in out_grads.items()})
+    outputs = plain(rows, target=target)
+    torch.autograd.backward([outputs["loss"], outputs["scores"]], [out_grads["loss"], out_grads["scores"]])
+    torch.testing.assert_close(group.replicas[0].module.weight.grad.cpu(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_is_train_is_for_one_forward(make_group, micro_batches) -> None:
+    device = places(1)[0]
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Dropout(0.5))
+    module[1].eval()
+    group = make_group(module, places(2), micro_batches=micro_batches, inputs_need_grad=True)
+    ones = torch.ones(8, 3, device=device)
+    group.forward(ones, is_train=False)
+    outputs = group.outputs_merged()
+    assert [part.training for part in module] == [True, False, True]
+    group.backward(ones)
+    # Also where backward runs the forward once more.
+    torch.testing.assert_close(group.input_grads_merged()[0], module[0].weight.sum(0).expand(8, 3))
+    group.forward(ones)
+    assert (group.outputs_merged() == 0).any()
+    assert not (outputs == 0).any()
+
+
+def test_what_one_group_holds_fixed_another_trains(make_group) -> None:
+    device, rows = places(1)[0], torch.randn(4, 3)
+    training = make_group(nn.Linear(3, 2), places(2))
+    watching = make_group(nn.Linear(3, 2), places(2), shared_group=training, grad_req="null")
+    half = make_group(nn.Linear(3, 2), places(2), shared_group=training, fixed_params=["weight"])
+    module, ones = training.replicas[0].module, torch.ones(4, 2, device=device)
+    training.forward(rows.to(device))
+    watching.forward(rows.to(device))
+    assert not any(part.requires_grad for part in watching.outputs())
+    training.backward(ones)
+    torch.testing.assert_close(module.weight.grad.cpu(), rows.sum(0).expand(2, 3))
+    module.zero_grad()
+    half.forward(rows.to(device))
+    half.backward(ones)
+    assert module.weight.grad is None
+    assert module.bias.grad.tolist() == [4, 4]
+    with pytest.raises(dpx.ConfigurationError, match=r"fixed_params='weight' is not allowed; give a list"):
+        make_group(nn.Linear(3, 2), places(1), fixed_params="weight")
+
+
 class Counting(nn.Module):
     """Rows of one length, with a mask and a size of its own."""
 

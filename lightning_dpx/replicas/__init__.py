@@ -23,6 +23,7 @@ from lightning_dpx.replicas.replica_set import (
     weights_of,
 )
 from lightning_dpx.replicas.replicate import make_shadow_module
+from lightning_dpx.replicas.slice_gradients import OutputGradients, join_input_gradients
 from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
 from lightning_dpx.replicas.slicing import (
     BatchDim,
@@ -62,6 +63,7 @@ __all__ = [
     "MergeRules",
     "MicroBatches",
     "NumberWatch",
+    "OutputGradients",
     "Replica",
     "ReplicaRank",
     "ReplicaSet",
@@ -78,6 +80,7 @@ __all__ = [
     "check_workload",
     "check_choice",
     "check_micro_batches",
+    "join_input_gradients",
     "check_paths",
     "changed_numbers",
     "children_of",

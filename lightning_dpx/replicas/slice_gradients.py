@@ -1,0 +1,185 @@
+"""Gradients by slice: those of merged outputs are cut for the replicas, those of the replicas' inputs are joined.
+
+The counterpart of :mod:`~lightning_dpx.replicas.gathering`: what was joined along its rows is cut along them, and what
+was averaged, such as a loss, counts by its rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
+
+import torch
+
+from lightning_dpx.errors import SliceError
+from lightning_dpx.replicas.batch_reading import BatchDim
+from lightning_dpx.replicas.containers import children_of, is_sequence, join_path, rebuild
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGradients:
+    """The gradients of the merged outputs of one forward.
+
+    Attributes:
+        given: By path in the outputs; ``None`` where the output is a loss, whose gradient is 1.
+        num_rows: Of the whole batch.
+        dim: The batch dim of the outputs.
+    """
+
+    given: Tensors | None
+    num_rows: int
+    dim: int
+
+    @classmethod
+    def read(cls, out_grads: Any, num_rows: int, dim: int) -> Self:
+        """Those that a caller gave.
+
+        Raises:
+            SliceError: none of them has as many rows as the batch.
+        """
+        given = None if out_grads is None else _tensors_of(out_grads)
+        sizes = {grad.shape[dim] for grad in (given or {}).values() if grad is not None and grad.ndim > dim}
+        if sizes and num_rows not in sizes and not sizes <= {1}:
+            raise SliceError(f"out_grads has {min(sizes)} rows, the outputs have {num_rows}; give one per output row.")
+        return cls(given, num_rows, dim)
+
+    def check(self, output: Any, rows: slice) -> None:
+        """Whether these are gradients of what a replica returned for ``rows``.
+
+        Raises:
+            SliceError: they have another structure or shape.
+        """
+        self._pairs(output, rows)
+
+    def walk(self, output: Any, rows: slice) -> bool:
+        """Runs the backward of one replica; whether there was a graph.
+
+        Raises:
+            SliceError: the gradients have another structure or shape than ``output``.
+        """
+        # Outputs such as indices have no graph, and autograd refuses them.
+        pairs = [(leaf, grad) for leaf, grad in self._pairs(output, rows) if leaf.requires_grad]
+        # The gradients may be of another type, and come from another device.
+        torch.autograd.backward([leaf for leaf, _ in pairs], [grad.to(leaf) for leaf, grad in pairs])
+        return bool(pairs)
+
+    def _pairs(self, output: Any, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        own = {path: leaf for path, leaf in _tensors_of(output).items() if leaf is not None}
+        share = (rows.stop - rows.start) / self.num_rows if self.num_rows else 0.0
+        if self.given is None:
+            leaves = list(own.values())
+            # One number and nothing else, or it would be a guess what the gradients of the others are.
+            if len(leaves) != 1 or leaves[0].numel() != 1:
+                raise self._refused(own)
+            return [(leaves[0], torch.full_like(leaves[0], share))]
+        missing = [path for path, leaf in own.items() if leaf.requires_grad and path not in self.given]
+        # By path and not in order: a dict of gradients may have its keys in any.
+        if missing or not self.given.keys() <= own.keys():
+            raise self._refused(own)
+        pairs = []
+        for path, grad in self.given.items():
+            if grad is None:
+                continue
+            part = self._part(own[path], grad, rows, share)
+            if part is None:
+                raise self._refused(own)
+            pairs.append((own[path], part))
+        return pairs
+
+    def _part(self, leaf: torch.Tensor, grad: torch.Tensor, rows: slice, share: float) -> torch.Tensor | None:
+        """What belongs to a replica's output; ``None`` where the shapes do not fit."""
+        size = rows.stop - rows.start
+        # In the order in which outputs are joined.
+        for dim in dict.fromkeys((self.dim, 0)):
+            if leaf.ndim > dim and leaf.shape[dim] == size:
+                whole = torch.Size([*leaf.shape[:dim], self.num_rows, *leaf.shape[dim + 1 :]])
+                if _is_like(grad.shape, whole):
+                    return grad.reshape(whole).narrow(dim, rows.start, size)
+        # What has no rows was averaged, each replica's by its rows.
+        return grad.reshape(leaf.shape) * share if _is_like(grad.shape, leaf.shape) else None
+
+    def _refused(self, own: Mapping[str, torch.Tensor | None]) -> SliceError:
+        given = "none" if self.given is None else _described(self.given)
+        return SliceError(
+            f"The outputs have shapes {_described(own)}, and their gradients {given}, of {self.num_rows} rows. Without "
+            "out_grads the output must be a scalar loss; out_grads has the structure and the shapes of "
+            "outputs_merged(), with None for an output that needs none."
+        )
+
+
+def join_input_gradients(
+    parts: Sequence[Any], sizes: Sequence[int], device: torch.device, batch_dim: BatchDim, path: str
+) -> Any:
+    """The gradient of one whole input, nested as the input, from the slices that replicas got of it.
+
+    Rows that a replica did not use have a gradient of zero; an input that no replica used has none. What every replica
+    had whole has the sum.
+
+    Args:
+        parts: Each replica's slice of the input.
+        sizes: Rows of each of them.
+        device: Where the gradients shall live.
+        batch_dim: As for the inputs.
+        path: The input's name, and the path within it.
+    """
+    dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(path, 0)
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        grads = [part.grad for part in parts]
+        if all(grad is None for grad in grads):
+            return None
+        present = []
+        for part, grad in zip(parts, grads, strict=True):
+            present.append(torch.zeros_like(part, device=device) if grad is None else grad.to(device))
+        # Every replica had all of it, so each of its elements has a gradient from each of them.
+        return sum(present[1:], present[0]) if dim == -1 or not first.ndim else torch.cat(present, dim)
+    children = children_of(first)
+    if children is None:
+        return None
+    # A list with an item for each row: the replicas have different items.
+    if dim != -1 and is_sequence(first) and _hold_rows(parts, sizes, dim):
+        gradients = [[join_input_gradients([item], [1], device, -1, path) for item in part] for part in parts]
+        return type(first)(chain.from_iterable(gradients))
+    columns = zip(*([child for _, child in children_of(part) or ()] for part in parts), strict=True)
+    merged = []
+    for (name, _), column in zip(children, columns, strict=True):
+        # -1 gives all that is in a container whole.
+        inner = -1 if dim == -1 else batch_dim
+        merged.append(join_input_gradients(column, sizes, device, inner, join_path(path, name)))
+    return rebuild(first, merged)
+
+
+def _hold_rows(parts: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
+    """Whether sequences have an item for each row, and not a column for each item."""
+    if [len(part) for part in parts] != list(sizes):
+        return False
+    for part, size in zip(parts, sizes, strict=True):
+        for item in part:
+            if not isinstance(item, torch.Tensor) or item.ndim <= dim or item.shape[dim] != size:
+                return True
+    return False
+
+
+def _tensors_of(value: Any, path: str = "") -> Tensors:
+    """The tensors in a nested value, and what is ``None`` in their place, by path."""
+    if value is None or isinstance(value, torch.Tensor):
+        return {path: value}
+    found: Tensors = {}
+    for name, child in children_of(value) or ():
+        found.update(_tensors_of(child, join_path(path, name)))
+    return found
+
+
+def _is_like(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether shapes differ in dims of size 1 alone: a gradient of shape [3] serves an output of shape [3, 1]."""
+    return [size for size in shape if size != 1] == [size for size in other if size != 1]
+
+
+def _described(tensors: Mapping[str, torch.Tensor | None]) -> str:
+    found = []
+    for path, tensor in tensors.items():
+        shape = None if tensor is None else list(tensor.shape)
+        found.append(f"{path}: {shape}" if path else str(shape))
+    return ", ".join(found)
