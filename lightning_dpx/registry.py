@@ -1,8 +1,8 @@
 """Named, extensible choices: what a user may select by a string, and what an extension may add in one file."""
 
 import difflib
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from lightning_dpx.errors import ConfigurationError
 
@@ -14,17 +14,22 @@ class Registry(Generic[T]):
 
     Args:
         kind: What the entries are, in the words of an error message, for example ``"reducer"``.
+        base: The class that all entries are of.
+        reserved: Names that mean something else.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, base: type[Any], reserved: Sequence[str] = ()) -> None:
         self._kind = kind
+        self._base = base
+        self._reserved = reserved
         self._entries: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """A class decorator that makes the class available under ``name``.
 
         Raises:
-            ConfigurationError: ``name`` already belongs to another class.
+            ConfigurationError: ``name`` is no name, or belongs to another class already; or what is decorated is not a
+                class of this kind.
 
         Examples:
             >>> @dpx.register_reducer("one_by_one")
@@ -36,7 +41,19 @@ class Registry(Generic[T]):
             ...         return [sum(self._move(part, owner) for part in parts) for parts, owner in columns]
         """
 
+        if not isinstance(name, str) or not name or name in self._reserved:
+            given = getattr(name, "__qualname__", repr(name))
+            raise ConfigurationError(
+                f"{given} is not allowed as the name of a {self._kind}; give another text, as in "
+                f'@register_{self._kind}("mine").'
+            )
+
         def add(entry: type[T]) -> type[T]:
+            if not isinstance(entry, type) or not issubclass(entry, self._base):
+                raise ConfigurationError(
+                    f"{getattr(entry, '__qualname__', repr(entry))} cannot be the {self._kind} {name!r}; decorate a "
+                    f"subclass of {self._base.__name__}."
+                )
             # The same class may come again; another one would silently take its place.
             present = self._entries.setdefault(name, entry)
             if present is not entry:

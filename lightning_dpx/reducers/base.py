@@ -89,7 +89,8 @@ class GradientReducer(ABC):
             names: Of the parameters, for errors.
 
         Raises:
-            ConfigurationError: not one list per device, lists of different lengths, or gradients that do not match.
+            ConfigurationError: not one list per device, lists of different lengths, gradients that do not match, or
+                owners that are not one replica per parameter.
         """
         # One device and plain dense gradients: no checks and no lists, only the additions.
         usual = len(self.distinct_devices) == 1 and not average and len(grads) == len(self.devices)
@@ -98,6 +99,8 @@ class GradientReducer(ABC):
             add_in_place(first, others)
             return [*first]
         self._check(grads, names)
+        if owners is not None:
+            self._check_owners(owners, len(grads[0]))
         # The mode's own choice takes the largest gradient of each parameter for its size: some
         # replicas may have none.
         if owners is None:
@@ -209,10 +212,17 @@ class GradientReducer(ABC):
             add_in_place(first, others)
         return [lists[device][0] for device in self.distinct_devices]
 
+    def _check_owners(self, owners: Sequence[int], num_parameters: int) -> None:
+        if len(owners) != num_parameters or not all(owner in range(len(self.devices)) for owner in owners):
+            raise ConfigurationError(
+                f"owners={list(owners)} is not allowed; give one of the replicas 0 to {len(self.devices) - 1} for each "
+                f"of {num_parameters} parameters."
+            )
+
     def _check(self, grads: Sequence[Gradients], names: Sequence[str] = ()) -> None:
         if len(grads) != len(self.devices) or len({len(row) for row in grads}) != 1:
             raise ConfigurationError(
-                f"reduce() needs {len(self.devices)} lists of equal length (one per device), got lengths "
+                f"A sum needs {len(self.devices)} lists of equal length (one per device), got lengths "
                 f"{[len(row) for row in grads]}."
             )
         if _are_alike(grads):
@@ -223,7 +233,7 @@ class GradientReducer(ABC):
             kinds = {(tuple(g.shape), g.dtype, g.layout) for g in column if g is not None}
             if len(kinds) > 1:
                 described = " and ".join(sorted(f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in kinds))
-                name = names[index] if names else index
+                name = names[index] if index < len(names) else index
                 raise ConfigurationError(
                     f"The gradients of parameter {name} differ between the replicas: {described}; all must agree."
                 )
@@ -293,7 +303,7 @@ def _add(column: Sequence[torch.Tensor | None], owner: torch.device, divisor: in
     return total.to(dtype)
 
 
-REDUCERS: Registry[GradientReducer] = Registry("reducer")
+REDUCERS: Registry[GradientReducer] = Registry("reducer", GradientReducer, reserved=("auto",))
 # Written out, as type checkers outside of the package do not look into REDUCERS.
 register_reducer: Callable[[str], Callable[[type[GradientReducer]], type[GradientReducer]]] = REDUCERS.register
 

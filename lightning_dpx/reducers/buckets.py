@@ -43,31 +43,40 @@ class GradientPacker:
         self.refusal: str | None = None
         self._shapes: list[torch.Size] = []
         self._splits: list[list[int]] = []
+        self._dtype = torch.float32
 
     @property
     def splits(self) -> list[list[int]]:
         """The gradients of every bucket, as indices into the list, in the order in which they lie in it."""
         return [list(split) for split in self._splits]
 
-    def plan(self, grads: Sequence[torch.Tensor]) -> bool:
+    def plan(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Decides the splits for gradients like these; whether they can be packed, else see :attr:`refusal`."""
         self.refusal = self._refuse(grads)
         if self.refusal is not None:
             self._splits = []
             return False
-        self._shapes = [gradient.shape for gradient in grads]
-        self._splits = split_at_boundaries([gradient.numel() for gradient in grads], self.num_splits)
+        present = [gradient for gradient in grads if gradient is not None]
+        self._shapes = [gradient.shape for gradient in present]
+        self._dtype = present[0].dtype
+        self._splits = split_at_boundaries([gradient.numel() for gradient in present], self.num_splits)
         return True
 
-    def _refuse(self, grads: Sequence[torch.Tensor]) -> str | None:
-        # A flat bucket has one dtype and no holes.
+    def _refuse(self, grads: Sequence[torch.Tensor | None]) -> str | None:
+        present = []
+        # A flat bucket has one dtype, one device and no holes.
         for index, gradient in enumerate(grads):
+            if gradient is None:
+                return f"gradient {index} is None"
+            present.append(gradient)
             if gradient.layout != torch.strided:
                 return f"gradient {index} is sparse"
-            if gradient.dtype != grads[0].dtype:
-                return f"the gradients have different dtypes: {grads[0].dtype} and {gradient.dtype}"
+            if gradient.dtype != present[0].dtype:
+                return f"the gradients have different dtypes: {present[0].dtype} and {gradient.dtype}"
+            if gradient.device != present[0].device:
+                return f"the gradients lie on different devices: {present[0].device} and {gradient.device}"
         # In all, and not bucket by bucket: one small gradient beside large ones does no harm.
-        total = sum(gradient.numel() for gradient in grads)
+        total = sum(gradient.numel() for gradient in present)
         if total < SMALLEST_SPLIT * self.num_splits:
             return f"{total} elements in {self.num_splits} splits are fewer than {SMALLEST_SPLIT} each"
         return None
@@ -76,13 +85,18 @@ class GradientPacker:
         """N gradients to one flat bucket per split; no copy where they are neighbouring views of one bucket already.
 
         Raises:
-            ConfigurationError: no plan, or a gradient of another shape than planned.
+            ConfigurationError: no plan, or gradients of other numbers, shapes or dtypes than planned.
         """
-        self._require_plan()
+        self._require_plan(len(grads), len(self._shapes), "gradients")
         for index, (gradient, shape) in enumerate(zip(grads, self._shapes, strict=True)):
             if gradient.shape != shape:
                 raise ConfigurationError(
                     f"Gradient {index} has shape {tuple(gradient.shape)}, planned was {tuple(shape)}; plan() again."
+                )
+            # Beside others it would silently become of theirs.
+            if gradient.dtype != self._dtype:
+                raise ConfigurationError(
+                    f"Gradient {index} is of {gradient.dtype}, planned was {self._dtype}; plan() again."
                 )
         return [flatten([grads[index] for index in split]) for split in self._splits]
 
@@ -90,12 +104,17 @@ class GradientPacker:
         """N gradients, as views of the buckets.
 
         Raises:
-            ConfigurationError: no plan.
+            ConfigurationError: no plan, or buckets of other numbers or sizes than :meth:`pack` makes.
         """
-        self._require_plan()
+        self._require_plan(len(buckets), len(self._splits), "buckets")
         grads: dict[int, torch.Tensor] = {}
         for split, bucket in zip(self._splits, buckets, strict=True):
             shapes = [self._shapes[index] for index in split]
+            if bucket.numel() != sum(shape.numel() for shape in shapes):
+                raise ConfigurationError(
+                    f"A bucket of gradients {split} has {bucket.numel()} elements, planned was "
+                    f"{sum(shape.numel() for shape in shapes)}; give what pack() has made."
+                )
             grads.update(zip(split, unflatten(bucket, shapes), strict=True))
         return [grads[index] for index in range(len(self._shapes))]
 
@@ -107,9 +126,11 @@ class GradientPacker:
         """K lists of buckets to K x N gradients."""
         return [self.unpack(buckets) for buckets in all_buckets]
 
-    def _require_plan(self) -> None:
+    def _require_plan(self, given: int, planned: int, what: str) -> None:
         if not self._splits:
             raise ConfigurationError(f"There is no plan ({self.refusal or 'call plan() first'}).")
+        if given != planned:
+            raise ConfigurationError(f"There are {given} {what}, planned were {planned}; plan() again.")
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

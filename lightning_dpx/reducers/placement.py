@@ -1,5 +1,6 @@
 """Which device holds what: balanced by size (tensorpack's LeastLoadedDeviceSetter and OverrideCachingDevice)."""
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
         devices: At least one.
 
     Raises:
-        ConfigurationError: no devices, or a negative size.
+        ConfigurationError: no devices, or a size that is negative or no finite number.
 
     Examples:
         >>> dpx.least_loaded_placement([5, 3, 3, 2], ["cuda:0", "cuda:1"])
@@ -27,10 +28,10 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
     """
     if not devices:
         raise ConfigurationError("devices is empty; give at least one device.")
-    if any(size < 0 for size in sizes):
-        raise ConfigurationError(
-            f"sizes[{_first_negative(sizes)}]={min(sizes)} is not allowed; sizes are not negative."
-        )
+    for index, size in enumerate(sizes):
+        # NaN is not negative, and would make every comparison of loads false.
+        if not isinstance(size, int | float) or not 0 <= size < math.inf:
+            raise ConfigurationError(f"sizes[{index}]={size!r} is not allowed; sizes are numbers, not negative.")
     loads = [0] * len(devices)
     placed = [devices[0]] * len(sizes)
     # Largest first (Graham's rule): the fullest device is then at most a third above the best there is.
@@ -63,7 +64,3 @@ def small_aside_placement(
     for index, device in zip(large, least_loaded_placement([sizes[index] for index in large], devices), strict=True):
         placed[index] = device
     return placed
-
-
-def _first_negative(sizes: Sequence[int]) -> int:
-    return next(index for index, size in enumerate(sizes) if size < 0)

@@ -37,3 +37,10 @@ def test_auto_follows_the_devices() -> None:
 def test_a_name_belongs_to_one_class() -> None:
     with pytest.raises(dpx.ConfigurationError, match="'naive' is taken by NaiveReducer"):
         dpx.register_reducer("naive")(dpx.GradientReducer)
+
+
+@pytest.mark.parametrize("owners", [[0], [0, 2], [0, -1], [0, 1, 1]])
+def test_owners_are_one_replica_for_each_parameter(owners) -> None:
+    reducer = make_reducer("naive", [torch.device("cpu")] * 2)
+    with pytest.raises(dpx.ConfigurationError, match=r"owners=.* is not allowed; give one of the replicas 0 to 1 for"):
+        reducer.reduce([[torch.ones(1), None], [torch.ones(1), torch.ones(1)]], owners=owners)

@@ -56,3 +56,25 @@ def test_bad_arguments_are_refused() -> None:
     packer.plan(grads)
     with pytest.raises(dpx.ConfigurationError, match=r"Gradient 0 has shape \(2,\), planned was \(64, 64\)"):
         packer.pack([torch.ones(2), *grads[1:]])
+
+
+def test_what_is_not_as_planned_is_told() -> None:
+    packer, grads = dpx.GradientPacker(2), make_grads()
+    packer.plan(grads)
+    for given in (grads[:-1], [*grads, torch.ones(1)]):
+        with pytest.raises(dpx.ConfigurationError, match=f"There are {len(given)} gradients, planned were 6"):
+            packer.pack(given)
+    with pytest.raises(dpx.ConfigurationError, match=r"Gradient 1 is of torch\.float64, planned was torch\.float32"):
+        packer.pack([grads[0], grads[1].double(), *grads[2:]])
+    buckets = packer.pack(grads)
+    with pytest.raises(dpx.ConfigurationError, match="There are 1 buckets, planned were 2"):
+        packer.unpack(buckets[:1])
+    with pytest.raises(dpx.ConfigurationError, match=r"A bucket of gradients .* elements, planned was"):
+        packer.unpack([bucket[:-1] for bucket in buckets])
+
+
+@pytest.mark.parametrize(("second", "told"), [(None, "gradient 1 is None"), ("meta", "on different devices: cpu and")])
+def test_gradients_that_are_missing_or_elsewhere_are_not_packed(second, told) -> None:
+    packer = dpx.GradientPacker(1)
+    assert not packer.plan([torch.ones(9000), None if second is None else torch.ones(9000, device=second)])
+    assert told in packer.refusal

@@ -35,3 +35,9 @@ def test_bad_arguments_are_refused() -> None:
         dpx.least_loaded_placement([1], [])
     with pytest.raises(dpx.ConfigurationError, match=r"sizes\[1\]=-2 is not allowed"):
         dpx.least_loaded_placement([1, -2], ["a"])
+
+
+@pytest.mark.parametrize("size", [-1, float("nan"), float("inf"), "8", None])
+def test_sizes_are_numbers(size) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"sizes\[1\]=.* is not allowed; sizes are numbers, not negative"):
+        dpx.least_loaded_placement([3, size], ["cuda:0", "cuda:1"])

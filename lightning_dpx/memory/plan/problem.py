@@ -220,7 +220,7 @@ class Planner(ABC):
         """
 
 
-PLANNERS: Registry[Planner] = Registry("planner")
+PLANNERS: Registry[Planner] = Registry("planner", Planner)
 
 
 def register_planner(name: str) -> Callable[[P], P]:
