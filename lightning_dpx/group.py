@@ -27,6 +27,7 @@ from lightning_dpx.replicas import (
     join_input_gradients,
     slice_batch,
 )
+from lightning_dpx.shifting import applied_shift, has_shifts
 from lightning_dpx.torch_compat import (
     FakeTensorMode,
     buffers_of,
@@ -76,7 +77,7 @@ class ReplicaGroup:
             numbers.
 
     Raises:
-        ConfigurationError: an argument has a value that is not allowed.
+        ConfigurationError: an argument has a value that is not allowed, or the module is shifted.
         ReplicationError: the module cannot be copied faithfully.
     """
 
@@ -97,6 +98,7 @@ class ReplicaGroup:
     ) -> None:
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
+        _check_not_shifted(module)
         placed = present_devices(devices)
         module.to(placed[0])
         # Before anything is named: parameters of the other group stand in the module from here on.
@@ -281,6 +283,8 @@ class ReplicaGroup:
 
     def _begin(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
         """The inputs on their replicas, which have the parameters and buffers of the first."""
+        for replica in self.replicas if has_shifts() else ():
+            _check_not_shifted(replica.module)
         # Inputs by position and by name are cut by one rule, and batch_dim names both.
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
         self._num_positional = len(inputs)
@@ -712,6 +716,20 @@ def _check_walked(walked: Sequence[bool]) -> None:
 
 def _grad_of(value: Any) -> torch.Tensor | None:
     return value.grad if isinstance(value, torch.Tensor) else None
+
+
+def _check_not_shifted(module: nn.Module) -> None:
+    """Whether all of ``module`` is on the device of its replica, where its gradients are summed.
+
+    Raises:
+        ConfigurationError: a part is not.
+    """
+    shift = applied_shift(module)
+    if shift is not None:
+        raise ConfigurationError(
+            f"The module is shifted, {shift.entry}, and a replica of a group is on one device: call "
+            "unshift_activations(module) first, or train with DPXStrategy(shifts=...), which shifts every replica."
+        )
 
 
 def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> None:

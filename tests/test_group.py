@@ -569,3 +569,18 @@ def test_rows_are_counted_in_ints(make_group, num_rows) -> None:
         group.reshape(num_rows)
     with pytest.raises(dpx.ConfigurationError, match=r"batch_dim=.* is not allowed; give an int"):
         make_group(nn.Linear(3, 2), places(2), batch_dim="rows")
+
+
+def test_a_shifted_module_is_refused(make_group, hardware) -> None:
+    if hardware != "sim":
+        pytest.skip("a shift needs two devices")
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).to("sim:0")
+    dpx.shift_activations(net, "1", {"sim:0": "sim:1"})
+    with pytest.raises(dpx.ConfigurationError, match=r"is shifted, shifts\['sim:0'\]='sim:1', and a replica of"):
+        make_group(net, ["sim:0", "sim:1"])
+    assert net[1].weight.device.index == 1
+    dpx.unshift_activations(net)
+    group = make_group(net, ["sim:0", "sim:1"])
+    dpx.shift_activations(group.replicas[1].module, "1", {"sim:1": "sim:2"})
+    with pytest.raises(dpx.ConfigurationError, match=r"is shifted, shifts\['sim:1'\]='sim:2'"):
+        group.forward(torch.ones(4, 3))

@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.prefetch import TensorPrefetcher
 from lightning_dpx.prefetch_order import PrefetchSlot
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
-from lightning_dpx.shifting.shift import choose_modules
+from lightning_dpx.shifting.shift import Names, choose_modules
 from lightning_dpx.torch_compat import has_storage, key_of, version_counter
 
 _OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, _Offloading]" = weakref.WeakKeyDictionary()
 
 
 def offload_activations(
-    module: nn.Module, activations: str | Sequence[str], device: torch.device | str = "cpu", prefetch_depth: int = 2
+    module: nn.Module, activations: Names, device: torch.device | str = "cpu", prefetch_depth: int = 2
 ) -> None:
     """Offloads what the chosen submodules keep for backward: from forward to backward it lies on ``device``.
 
@@ -52,7 +51,7 @@ def offload_activations(
             f"prefetch_depth={prefetch_depth!r} is not allowed; give a number of tensors, 0 or more."
         )
     offloading = _Offloading(module, canonical_device(device), prefetch_depth)
-    for name in choose_modules(module, [activations] if isinstance(activations, str) else activations):
+    for name in choose_modules(module, activations):
         child = module.get_submodule(name)
         # First on the way in, so that what other hooks compute is offloaded as well.
         child.register_forward_pre_hook(offloading.enter, prepend=True)

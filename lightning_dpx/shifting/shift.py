@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from lightning_dpx.activations import example_run, preserve_module_state, step_on
+from lightning_dpx.activations import Activation, example_run, preserve_module_state, step_on
 from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.shifting.copies import Copies, Lent
@@ -34,6 +34,8 @@ from lightning_dpx.torch_compat import (
     tree_map_only,
 )
 
+Names = str | Activation | Sequence[str | Activation]
+
 _PAUSES = threading.local()
 _SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
 # These ask about a tensor, or say themselves where it goes: bringing it elsewhere before would
@@ -45,15 +47,13 @@ _READS = frozenset({"to", "cpu", "cuda", "type", "item", "tolist"})  # those of 
 _WRITES = frozenset({"__setitem__", "__iadd__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
 
 
-def shift_activations(
-    module: nn.Module, activations: str | Sequence[str], shifts: Mapping[Any, Any], *batch: Any
-) -> "Shift":
+def shift_activations(module: nn.Module, activations: Names, shifts: Mapping[Any, Any], *batch: Any) -> "Shift":
     """Runs parts of ``module`` on another device from now on.
 
     Args:
         module: The model; it keeps its class, its names and its state dict.
         activations: Names of submodules, or patterns as for file names (``"encoder.layers.[0-3]"``). A submodule's own
-            submodules go with it. Names of activations from :func:`trace_activations` name their modules.
+            submodules go with it. Activations from :func:`trace_activations`, and their names, stand for their modules.
         shifts: ``{from: to}``; parts of the model that live on ``from`` move to ``to``.
         batch: As for :func:`trace_activations`. What cannot be shifted shows when the model runs: with a batch, or
             where the module has an ``example_input_array``, it runs once now; otherwise it shows in the first step.
@@ -90,12 +90,12 @@ def shift_activations(
     return shift
 
 
-def apply_shift(module: nn.Module, activations: str | Sequence[str], shifts: Mapping[Any, Any]) -> "Shift":
+def apply_shift(module: nn.Module, activations: Names, shifts: Mapping[Any, Any]) -> "Shift":
     """:func:`shift_activations` without a run."""
     if module in _SHIFTS:
         raise ConfigurationError("The module is shifted already; call unshift_activations(module) first.")
     placed = check_shifts(shifts)
-    chosen = choose_modules(module, [activations] if isinstance(activations, str) else activations)
+    chosen = choose_modules(module, activations)
     source = _source_of(module, placed)
     shift = Shift(module, chosen, source, placed[source])
     shift.install(module)
@@ -177,8 +177,9 @@ def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
     Raises:
         ConfigurationError: nothing to shift, an unknown device, one that is both source and target.
     """
-    if not shifts:
-        raise ConfigurationError("shifts is empty; give {from: to}, for example {'cuda:0': 'cuda:1'}.")
+    if not isinstance(shifts, Mapping) or not shifts:
+        what = "empty" if not shifts else f"{shifts!r}, which is no mapping"
+        raise ConfigurationError(f"shifts is {what}; give {{from: to}}, for example {{'cuda:0': 'cuda:1'}}.")
     placed = {}
     for source, target in shifts.items():
         try:
@@ -186,7 +187,8 @@ def check_shifts(shifts: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
             torch.empty(0, device=target)  # is it there?
         except torch.OutOfMemoryError:  # it is, and full; what moves there will be weighed
             continue
-        except (RuntimeError, ConfigurationError) as error:
+        # torch asserts that it was built for the type of device.
+        except (RuntimeError, AssertionError, ConfigurationError) as error:
             raise ConfigurationError(f"shifts[{source!r}]={target!r} names an unknown device: {error}") from error
     for source, target in placed.items():
         if target in placed:
@@ -211,26 +213,40 @@ def _source_of(module: nn.Module, shifts: Mapping[torch.device, torch.device]) -
     return sources[0]
 
 
-def choose_modules(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+def choose_modules(module: nn.Module, activations: Names) -> list[str]:
     """Paths of the chosen submodules, without those inside of another chosen one.
 
     Raises:
         ConfigurationError: no patterns, or one that matches nothing; with the nearest names.
     """
-    if not patterns:
+    given = [activations] if isinstance(activations, str | Activation) else activations
+    if not given:
         raise ConfigurationError("activations is empty; name at least one submodule.")
+    # Of an activation the module, and not the tensor, can run elsewhere.
+    patterns = [one.module if isinstance(one, Activation) else one for one in given]
     names = [name for name, _ in module.named_modules() if name]
     chosen: set[str] = set()
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigurationError(f"activations holds {pattern!r}; give names of submodules, or activations.")
         path = pattern.partition("#")[0].partition(":")[0]
+        if not path:
+            raise ConfigurationError(
+                f"activations names {pattern!r}, what {type(module).__name__}'s own code keeps; only submodules can be "
+                f"chosen: {_some(names)}."
+            )
         matching = [name for name in names if fnmatchcase(name, path)]
         if not matching:
             near = difflib.get_close_matches(path, names, n=3, cutoff=0.3)
-            raise ConfigurationError(
-                f"activations names {pattern!r}, which matches no submodule; the nearest are: {', '.join(near)}."
-            )
+            found = f"the nearest are: {', '.join(near)}" if near else f"there are: {_some(names)}"
+            raise ConfigurationError(f"activations names {pattern!r}, which matches no submodule; {found}.")
         chosen.update(matching)
     return [name for name in names if name in chosen and not _has_ancestor(name, chosen)]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
 
 
 def _has_ancestor(name: str, chosen: set[str]) -> bool:
