@@ -298,7 +298,7 @@ def estimate_cost(
 
     Args:
         module: What the plan was made for.
-        plan: Any.
+        plan: Which.
         batch: As in :func:`search_plan`.
         device: As in :func:`search_plan`.
 
@@ -316,6 +316,7 @@ def estimate_cost(
         >>> twice["peak"] > plan.peak
         True
     """
+    check_is_plan(plan)
     if sharded_units(module) and device is None:
         device = device_of(module, batch)
     with unwrapped(module) as whole:
@@ -508,6 +509,7 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
         >>> applied = dpx.apply_plan(net, plan)
         >>> net(rows).sum().backward()  # the gradients of a step without a plan, in 0.7 of its memory
     """
+    check_is_plan(plan)
     # Names of the plan are those that modules have without wrappers of FSDP1; the hooks sit inside of these.
     with unwrapped(module) as whole:
         if whole in _APPLIED:
@@ -517,6 +519,16 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
             _check_units(whole, plan)
         applied = _APPLIED[whole] = AppliedPlan(whole, plan, watches=watches)
     return applied
+
+
+def check_is_plan(plan: object) -> None:
+    """Whether ``plan`` is one, and not its file.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if not isinstance(plan, MemoryPlan):
+        raise PlanError(f"{plan!r} is no plan; give a MemoryPlan, such as MemoryPlan.load(path).")
 
 
 def _check_units(module: nn.Module, plan: MemoryPlan) -> None:

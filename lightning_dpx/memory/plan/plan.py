@@ -259,6 +259,10 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
             'one; where lines were taken out on purpose, leave them in with "action: keep".'
         )
     _check_names(decisions, path)
+    # A misspelled field would silently leave the right one as older files have it.
+    unknown = [field for field in content if field not in (*_HEAD, *_BESIDE)]
+    if unknown:
+        raise PlanError(f"{path}: {unknown[0]!r} is no field of a plan; the fields are {', '.join(_HEAD)}.")
     head: dict[str, Any] = {}
     for field, kinds in _HEAD.items():
         head[field] = content.get(field, _OF_BEFORE.get(field))
@@ -273,6 +277,7 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
 
 _VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
 _NUMBER = (int, float)
+_BESIDE = ("version", "num_decisions", "checksum", "decisions")
 _OF_BEFORE: dict[str, Any] = {  # what older files lack
     "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0, "units": "",
 }  # fmt: skip

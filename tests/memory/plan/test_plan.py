@@ -46,3 +46,17 @@ def test_the_fingerprint_is_that_of_names_shapes_and_dtypes() -> None:
     assert one == fingerprint_of(nn.Linear(2, 3)), "not of the numbers"
     others = [nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3).double(), nn.Sequential(nn.Linear(2, 3))]
     assert one not in map(fingerprint_of, others)
+
+
+def test_a_misspelled_field_of_a_file_is_told() -> None:
+    content = json.loads(json.dumps(to_mapping(PLAN)))
+    content["micro_batch"] = content.pop("micro_batches")
+    with pytest.raises(dpx.PlanError, match=r"p\.yaml: 'micro_batch' is no field of a plan; the fields are model, .*"):
+        from_mapping(content, "p.yaml")
+
+
+@pytest.mark.parametrize("given", ["plan.yaml", None])
+def test_a_file_is_no_plan_yet(given) -> None:
+    for use in (dpx.apply_plan, dpx.estimate_cost):
+        with pytest.raises(dpx.PlanError, match=r"is no plan; give a MemoryPlan, such as MemoryPlan\.load\(path\)"):
+            use(nn.Linear(2, 2), given)

@@ -551,3 +551,10 @@ def test_random_plans_take_what_was_predicted(length: int, seeds: range) -> None
         # Whether a sum of gradients is made in place may depend on what else happens at that moment.
         assert measured <= predicted <= measured + SUM_OF_GRADIENTS, f"seed {seed}"
         dpx.remove_plan(module)
+
+
+def test_a_budget_may_be_a_text() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    plan = dpx.search_plan(net, torch.ones(64, 32), budget="1 MiB", progress=False)
+    assert plan.budget == 2**20
+    assert bytes_of_budget("8KiB", 10) == 8192
