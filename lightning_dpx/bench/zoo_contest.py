@@ -230,6 +230,9 @@ def _ratio(runner: _Runner, plain: _Runner) -> float:
     return statistics.median(a / b for a, b in zip(runner.seconds, plain.seconds, strict=True))
 
 
+_BITS = {None: "-", True: "same", False: "differ"}
+
+
 def format_zoo(results: Sequence[ZooContest]) -> str:
     """One row for each model, and how many of them are ahead of their library."""
     lines = [
@@ -239,11 +242,10 @@ def format_zoo(results: Sequence[ZooContest]) -> str:
     ]
     for row in results:
         peak = f"{row.share:6.3f}" if row.share is not None else f"{_cell(row.smallest_share, '>{:.2f}'):>6}"
-        bits = "-" if row.same_bits is None else "same" if row.same_bits else "differ"
         lines.append(
             f"{row.model:13} {row.peak_mib:8.2f} {row.step_ms:8.1f}   {_cell(row.own_share, '{:.3f}'):>8} "
             f"{_cell(row.own_ratio):>8}   {peak} {_cell(row.ratio):>6} {_cell(row.predicted_ratio):>6} "
-            f"{_cell(row.of_own):>6} {bits:>5}   {row.planning_seconds:6.2f} {row.planning_steps:7.1f}"
+            f"{_cell(row.of_own):>6} {_BITS[row.same_bits]:>5}   {row.planning_seconds:6.2f} {row.planning_steps:7.1f}"
         )
     beside = [row.of_own for row in results if row.of_own is not None]
     refused = sum(row.share is None for row in results)

@@ -299,26 +299,29 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
     if own.options.shifts_activations:
         raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
     parsed = parse_devices(devices)
-    given = budget if budget is not None else own.memory_budget
-    if isinstance(given, dict):
-        # A device without an entry might be the one that does not fit.
-        missing = [str(device) for device in parsed if str(device) not in given]
-        if missing:
-            raise ConfigurationError(f"memory_budget={given!r} says nothing of {', '.join(missing)}; give it a budget.")
     return Settings(
         devices=parsed,
         workload=own.workload,
         batch_dim=own.batch_dim,
         batch_slicer=own.batch_slicer,
         reducer=own.reducer,
-        budget={device: _bytes(given[str(device)]) for device in parsed}
-        if isinstance(given, dict)
-        else None
-        if given is None
-        else _bytes(given),
+        budget=_budgets(budget if budget is not None else own.memory_budget, parsed),
         planner=planner or own.planner,
         micro_batches=own.micro_batches,
     )
+
+
+def _budgets(given: Any, devices: Sequence[torch.device]) -> int | float | dict[torch.device, int | float] | None:
+    """The budget of every device, one for all, or none."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        return _bytes(given)
+    # A device without an entry might be the one that does not fit.
+    missing = [str(device) for device in devices if str(device) not in given]
+    if missing:
+        raise ConfigurationError(f"memory_budget={given!r} says nothing of {', '.join(missing)}; give it a budget.")
+    return {device: _bytes(given[str(device)]) for device in devices}
 
 
 def _bytes(budget: int | float | str) -> int | float:
