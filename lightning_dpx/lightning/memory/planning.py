@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
+from lightning_dpx.lightning.memory.peak_check import PeakCheck
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, Step, devices_of
 from lightning_dpx.lightning.memory.seen_steps import (
@@ -47,8 +47,6 @@ from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
 from lightning_dpx.units import format_bytes, format_mib, format_part
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
-_TOLERANCE = 0.05  # of a predicted peak
-_UNNOTICED = 2**18  # bytes: small things that come while activations go
 _TIGHTER = 0.8  # of the activations of a plan that did not fit
 
 
@@ -115,9 +113,7 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         self._announced_no_loss = False
         self._provisional = False  # made before the first batch, since when others may have taken memory
-        self._passing: dict[torch.device, int] = {}  # beside activations, in a backward: gradients, and others
-        self._before: dict[torch.device, int] = {}
-        self._steps = 0
+        self._peaks = PeakCheck()
         self._other_steps = OtherSteps()
         self.cut_costs: dict[torch.device, float] = {}
         self.runs_forward_twice = False
@@ -376,7 +372,7 @@ class MemoryPlanning:
                 step = steps[shared.worst[index]]
                 limits[device] = (allowed[index], step.sharing[index])
                 helds[device] = held[index]
-                self._passing[device] = static.coming_gradients(device) + static.passing(device)
+                self._peaks.passing[device] = static.coming_gradients(device) + static.passing(device)
                 said[device] = _origin(step.profiles[index], source, len(steps))
         self._decided = decided
         self._limits = limits
@@ -463,7 +459,7 @@ class MemoryPlanning:
             # Watched, as only the steps themselves show that they save something
             # else than the profiled one.
             apply_plan(replica.module, known_plan, watches=True)
-        self._steps = 0
+        self._peaks.restart()
 
     def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> str:
         """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
@@ -550,8 +546,7 @@ class MemoryPlanning:
     def forget(self) -> None:
         """Forgets what was found and planned, so that the next run plans anew."""
         self._shapes = KnownShapes()
-        self._before = {}
-        self._steps = 0
+        self._peaks.restart()
         self._provisional = False
         self._other_steps = OtherSteps()
         self.cache.start()
@@ -563,29 +558,12 @@ class MemoryPlanning:
         self.budgets = self._budgets_given
 
     def begin_step(self) -> None:
-        """Before the second planned step: by then the optimizer has its state."""
-        self._steps += 1
-        # The first step would be judged with an optimizer state that is still to come. The host is
-        # left out: it has the resident memory of the process only, not what its tensors take.
-        if self._steps == 2:
-            self._before = {device: allocated_and_peak(device)[0] for device in self.plans if not is_host(device)}
-            for device in self._before:
-                reset_peak_memory(device)
+        """A planned step begins."""
+        self._peaks.begin_step(self.plans)
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
-        for device, before in self._before.items():
-            present, peak = allocated_and_peak(device)
-            predicted = self.forecast(device)[0]
-            taken = peak - before
-            # What is planned for apart may have been there at the peak, where another device was ahead of this one.
-            unnoticed = max(present - before, _UNNOTICED + self._passing.get(device, 0))
-            if predicted and taken > predicted * (1 + _TOLERANCE) + unnoticed:
-                rank_zero_warn(
-                    f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(predicted)} was "
-                    "predicted: operators that need much memory inside, or other work on the device."
-                )
-        self._before = {}
+        self._peaks.end_backward(lambda device: self.forecast(device)[0])
 
 
 def _origin(profile: Profile, source: str, num_shapes: int) -> str:
