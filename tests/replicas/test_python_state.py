@@ -127,6 +127,7 @@ def check(acts: list[tuple[str, str, str]], devices: list[str], execution: Any) 
     assert homes <= {ours.linear.weight.device, torch.device("cpu")}, "moved to the first device"
 
 
+@pytest.mark.filterwarnings("ignore:The forward writes Python state that its replicas share")
 @pytest.mark.parametrize("execution", ["inline", "threads"])
 @given(acts=st.lists(ACTS, min_size=1, max_size=6), num_replicas=st.sampled_from([2, 3]))
 @settings(max_examples=25, deadline=None)
@@ -135,6 +136,7 @@ def test_random_programs_on_one_device(execution: str, acts: list[tuple[str, str
 
 
 @NEEDS_SIMULATION
+@pytest.mark.filterwarnings("ignore:The forward writes Python state that its replicas share")
 @pytest.mark.parametrize("execution", ["inline", "threads"])
 @given(acts=st.lists(ACTS, min_size=1, max_size=6), num_replicas=st.sampled_from([2, 3]))
 @settings(max_examples=25, deadline=None)
