@@ -1,5 +1,6 @@
 """The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup)."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.devices import present_devices
 from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -25,6 +27,8 @@ from lightning_dpx.replicas import (
     check_choice,
     gather,
     join_input_gradients,
+    map_leaves,
+    map_tensors,
     slice_batch,
 )
 from lightning_dpx.shifting import applied_shift, has_shifts
@@ -33,8 +37,6 @@ from lightning_dpx.torch_compat import (
     buffers_of,
     parameters_of,
     tree_leaves,
-    tree_map,
-    tree_map_only,
     version_counter,
 )
 
@@ -64,7 +66,8 @@ class ReplicaGroup:
         grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none;
             or ``{parameter name: one of them}``, with "write" for those that are not named.
         fixed_params: Names of parameters that get no gradient; as with "null", in this group alone.
-        inputs_need_grad: Also compute the gradients of the floating-point inputs.
+        inputs_need_grad: Also compute the gradients of the floating-point inputs: of tensors and those in containers,
+            and not of what packed sequences and graphs hold.
         shared_group: A group whose parameters of the same names this one uses, replica by replica: one copy of the
             values and one of the gradients, for modules of different shapes of input (bucketing). Buffers in the state
             dict of both, of the same name, shape and dtype, are one as well.
@@ -173,21 +176,26 @@ class ReplicaGroup:
                 self._slices.append(BatchSlice(replica, size, None))
 
     def output_shapes(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The shapes of the merged outputs for these inputs, in the outputs' own structure, without computing them."""
+        """The shapes of the merged outputs for these inputs, in the outputs' own structure, without computing them.
+
+        The module runs on tensors without values, and is afterwards what it was before. Where shapes, or branches,
+        depend on values, torch raises its own error.
+        """
         module = self._set.root.module
-        # Constants that a forward keeps outside of the state dict are real tensors.
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+        # What a forward leaves in attributes is put back. Constants that it keeps outside of the state
+        # dict are real tensors.
+        with preserve_module_state(module), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
             device = self._set.root.device
 
-            def faked(value: Any) -> Any:
-                return fake.from_tensor(value).to(device) if isinstance(value, torch.Tensor) else value
+            def faked(value: torch.Tensor) -> torch.Tensor:
+                return fake.from_tensor(value).to(device)
 
             # Fakes are given to the call instead of being put into the module, so nothing needs to
             # be put back.
             state = {name: faked(value) for name, value in module.state_dict(keep_vars=True).items()}
-            args, kwargs = tree_map(faked, (inputs, named_inputs))
+            args, kwargs = map_tensors(faked, (inputs, named_inputs))
             outputs = torch.func.functional_call(module, state, args, kwargs)
-        return tree_map_only(torch.Tensor, lambda output: tuple(output.shape), outputs)
+        return map_tensors(lambda output: tuple(output.shape), outputs)
 
     def forward(self, *inputs: Any, is_train: bool | None = None, **named_inputs: Any) -> None:
         """Cuts the inputs (each with B rows) and runs the module on every slice; see :meth:`outputs`.
@@ -241,7 +249,7 @@ class ReplicaGroup:
                 output = self._run_module(batch_slice)
                 walked.append(grads.walk(output, rows[batch_slice.replica.index]))
                 # Its graph has had its backward, and would hold the next micro-batch's memory back.
-                return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+                return map_tensors(torch.Tensor.detach, output)
 
             with self._summed_gradients():
                 self._end(self._set.run("forward", self._slices, run_both))
@@ -282,7 +290,19 @@ class ReplicaGroup:
                 parameter.requires_grad_(True)
 
     def _begin(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
-        """The inputs on their replicas, which have the parameters and buffers of the first."""
+        """The inputs on their replicas, which have the parameters and buffers of the first.
+
+        Raises:
+            ConfigurationError: the module was moved since the group was made, or a part of it was shifted.
+        """
+        root = self._set.root
+        # One parameter tells: the module was moved as a whole when the group was made.
+        first = next(root.module.parameters(), None)
+        if first is not None and first.device != root.device:
+            raise ConfigurationError(
+                f"The module lives on {first.device}, and the group was made with it on {root.device}: move it back, "
+                "or make a new group."
+            )
         for replica in self.replicas if has_shifts() else ():
             _check_not_shifted(replica.module)
         # Inputs by position and by name are cut by one rule, and batch_dim names both.
@@ -316,7 +336,9 @@ class ReplicaGroup:
     def _place(self, batch_slice: BatchSlice) -> Any:
         def move(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
-                return value
+                # Packed sequences and graphs move themselves. Some do so in place, and one that is given whole is
+                # every replica's.
+                return copy.copy(value).to(batch_slice.replica.device) if _moves_itself(value) else value
             # A leaf of its own for each replica, also where nothing has to move, so that gradients
             # of the inputs are those of the slice.
             moved = value.detach().to(batch_slice.replica.device)
@@ -324,7 +346,7 @@ class ReplicaGroup:
                 moved.requires_grad_()
             return moved
 
-        return tree_map(move, batch_slice.batch)
+        return map_leaves(move, batch_slice.batch)
 
     def backward(self, out_grads: Any = None) -> None:
         """Runs backward on every replica, then sums the parameter gradients into the module.
@@ -482,7 +504,7 @@ class ReplicaGroup:
             raise ConfigurationError("input_grads() needs a forward() and a backward() before it.")
         found = []
         for name in self._slices[0].batch:
-            found.append([tree_map(_grad_of, batch_slice.batch[name]) for batch_slice in self._slices])
+            found.append([map_leaves(_grad_of, batch_slice.batch[name]) for batch_slice in self._slices])
         return found
 
     def input_grads_merged(self) -> list[Any]:
@@ -526,7 +548,7 @@ class ReplicaGroup:
             raise
         # All are cut before the metric sees the first: it would else count some of them twice.
         for output, part in zip(self._outputs, parts, strict=True):
-            metric.update(*tree_map_only(torch.Tensor, move, (output, part["labels"])))
+            metric.update(*map_tensors(move, (output, part["labels"])))
 
     def install_monitor(self, monitor: Callable[[int, str, torch.Tensor], None] | None) -> None:
         """Calls ``monitor(replica, name, tensor)`` for the output of every submodule of every replica.
@@ -534,7 +556,14 @@ class ReplicaGroup:
         Args:
             monitor: Gets the replica's index, the submodule's name and each tensor that it returned, where it lives;
                 replicas in threads call it at the same time. ``None`` removes the monitors.
+
+        Raises:
+            ConfigurationError: the monitor cannot be called.
         """
+        if monitor is not None and not callable(monitor):
+            raise ConfigurationError(
+                f"monitor={monitor!r} is not allowed; give a function of (replica, name, tensor), as TensorMonitor()."
+            )
         # One monitor at a time: another one takes the place of the first.
         for handle in self._monitors:
             handle.remove()
@@ -712,6 +741,11 @@ def _check_walked(walked: Sequence[bool]) -> None:
             "backward() found nothing to compute gradients of: the forward ran under torch.no_grad(), or no parameter "
             "or input that it used requires a gradient. Run the forward with gradients on."
         )
+
+
+def _moves_itself(value: Any) -> bool:
+    """Whether ``value`` holds tensors, as far as one can say that knows nothing of its type."""
+    return callable(getattr(value, "to", None)) and not isinstance(value, nn.Module | type)
 
 
 def _grad_of(value: Any) -> torch.Tensor | None:

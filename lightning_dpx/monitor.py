@@ -35,7 +35,7 @@ class TensorMonitor:
         pattern: Only submodules whose name matches (as file names do: ``"encoder.*"``).
 
     Raises:
-        ConfigurationError: the statistic is not callable.
+        ConfigurationError: the statistic is not callable; or, in a forward, it returns more than one number.
 
     Examples:
         >>> group = dpx.ReplicaGroup(nn.Linear(4, 2), ["cpu", "cpu"])
@@ -63,6 +63,10 @@ class TensorMonitor:
         # The statistic is no part of the step, and its graph would hold the tensor.
         with torch.no_grad():
             value = self._statistic(tensor.detach())
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ConfigurationError(
+                f"The statistic returned a tensor of shape {list(value.shape)} for {name!r}; return one number."
+            )
         with self._lock:
             self._seen.append((replica, tensor.device, name, value))
 

@@ -2,6 +2,7 @@ import copy
 import gc
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -584,3 +585,72 @@ def test_a_shifted_module_is_refused(make_group, hardware) -> None:
     dpx.shift_activations(group.replicas[1].module, "1", {"sim:1": "sim:2"})
     with pytest.raises(dpx.ConfigurationError, match=r"is shifted, shifts\['sim:1'\]='sim:2'"):
         group.forward(torch.ones(4, 3))
+
+
+class KeepsOutput(nn.Linear):
+    calls = 0
+
+    def forward(self, input):
+        self.calls += 1
+        self.last = super().forward(input)
+        return self.last
+
+
+def test_asking_for_shapes_leaves_nothing_in_the_module(make_group) -> None:
+    group = make_group(KeepsOutput(3, 2), places(2))
+    module = group.replicas[0].module
+    assert group.output_shapes(torch.ones(4, 3)) == (4, 2)
+    assert module.calls == 0
+    assert not hasattr(module, "last")
+
+
+@dataclass
+class Rows:
+    rows: torch.Tensor
+    scale: float
+
+
+class OfObjects(nn.Module):
+    """Takes a dataclass and a packed sequence, returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(3, 2), nn.GRU(3, 2, batch_first=True)
+
+    def forward(self, batch, packed):
+        _, last = self.rnn(packed)
+        return Rows(self.linear(batch.rows) * batch.scale + last[0], batch.scale)
+
+
+def test_inputs_of_any_kind_come_to_their_replica(make_group) -> None:
+    torch.manual_seed(0)
+    plain, rows = OfObjects(), torch.randn(4, 3)
+    group = make_group(copy.deepcopy(plain), places(2), inputs_need_grad=True)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(4, 5, 3), torch.tensor([5, 4, 2, 1]), batch_first=True)
+    group.forward(Rows(rows, 2.0), packed)
+    outputs, whole = group.outputs_merged(), rows.clone().requires_grad_()
+    expected = plain(Rows(whole, 2.0), packed)
+    torch.testing.assert_close(outputs.rows.cpu(), expected.rows)
+    out_grads = torch.randn(4, 2)
+    expected.rows.backward(out_grads)
+    group.backward(Rows(out_grads.to(places(1)[0]), 2.0))
+    of_rows, of_packed = group.input_grads_merged()
+    torch.testing.assert_close(of_rows.rows.cpu(), whole.grad)
+    assert of_packed is None
+    assert [part.rows.shape for part in group.input_grads()[0]] == [(2, 3), (2, 3)]
+
+
+def test_a_module_that_was_moved_is_told(make_group) -> None:
+    group = make_group(nn.Linear(3, 2), places(2))
+    group.replicas[0].module.to("meta")
+    with pytest.raises(dpx.ConfigurationError, match=r"The module lives on meta.*, and the group was made with it on"):
+        group.forward(torch.ones(4, 3))
+
+
+def test_monitors_are_functions_that_give_one_number(make_group) -> None:
+    group = make_group(nn.Linear(3, 2), places(2))
+    with pytest.raises(dpx.ConfigurationError, match="monitor=3 is not allowed; give a function"):
+        group.install_monitor(3)
+    group.install_monitor(dpx.TensorMonitor(lambda tensor: tensor.sum(0)))
+    with pytest.raises(dpx.ConfigurationError, match=r"returned a tensor of shape \[2\] for ''; return one number"):
+        group.forward(torch.ones(4, 3, device=places(1)[0]))

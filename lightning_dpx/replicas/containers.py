@@ -9,7 +9,7 @@ import datetime
 import enum
 import numbers
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
@@ -139,6 +139,19 @@ def _rebuild_mapping(node: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
     if list(made.keys()) != list(fresh):
         raise SliceError(f"{type(node).__name__}, made from a dict, has other keys than it.")
     return made
+
+
+def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+    """``node`` with ``function`` of each of its leaves, which are no containers, in their place."""
+    children = None if isinstance(node, torch.Tensor) else children_of(node)
+    if children is None:
+        return function(node)
+    return rebuild(node, [map_leaves(function, child) for _, child in children])
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], node: Any) -> Any:
+    """``node`` with ``function`` of each of its tensors in their place."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, node)
 
 
 def named_nodes(node: Any, path: str = "") -> Iterator[str]:

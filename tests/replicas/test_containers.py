@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dpx.replicas import map_leaves, map_tensors
 from tests.replicas.same_batch import assert_same, halves
 
 
@@ -155,3 +156,10 @@ def test_outputs_and_encodings_of_transformers_are_rebuilt() -> None:
     assert all(type(part["text"]) is BatchEncoding and part["text"].is_fast for part in parts)
     assert parts[1]["text"].tokens(0) == batch.tokens(2)
     assert torch.equal(torch.cat([part["text"]["input_ids"] for part in parts]), batch["input_ids"])
+
+
+def test_tensors_are_mapped_in_containers_of_any_kind() -> None:
+    batch = {"a": [torch.ones(2), "text"], "b": (torch.ones(1), None)}
+    mapped = map_tensors(lambda tensor: tuple(tensor.shape), batch)
+    assert mapped == {"a": [(2,), "text"], "b": ((1,), None)}
+    assert map_leaves(type, {"a": "text", "b": 3}) == {"a": str, "b": int}
