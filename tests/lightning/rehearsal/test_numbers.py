@@ -390,3 +390,36 @@ def test_matrices_of_an_evaluation_are_those_of_one_device(own: Any, num_devices
         ours = matrices(strategy=dpx.DPXStrategy(**own), devices=num_devices)
     assert ours == matrices()
     assert not [str(one.message) for one in caught if "not what it is" in str(one.message)]
+
+
+class Banks(Model):
+    """What a step keeps of each row at the row's own place, of zeros; two epochs write every place twice."""
+
+    def begin(self) -> None:
+        self.latest = torch.zeros(103, 3)
+        self.averages = torch.zeros(103, 3)
+        self.classes = torch.zeros(103, dtype=torch.long)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, places = batch
+        logits = self.net(rows)
+        found = logits.detach().softmax(1).cpu()
+        at = places.cpu()
+        self.latest[at] = found
+        self.averages[at] = self.averages[at] * 0.7 + found * 0.3
+        self.classes[at] = found.argmax(1)
+        target = self.averages[at].to(logits.device)
+        return F.cross_entropy(logits, places % 3) + (logits.softmax(1) - target).square().sum(1).mean()
+
+    def kept(self) -> list[Any]:
+        return [*self.latest.flatten(), *self.averages.flatten(), *self.classes]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_banks_with_a_place_for_every_row_are_those_of_one_device(hardware: str, own: Any, num_devices: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = fitted(
+            Banks, torch.arange(103), strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware
+        )
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(Banks, torch.arange(103)).figures))
