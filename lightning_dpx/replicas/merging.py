@@ -576,7 +576,11 @@ class Merger:
         return [part.to(device) for part in parts]
 
     def _children(self, parts: list[Any], path: str) -> Any:
-        children = [dict(children_of(part) or ()) for part in parts]
+        found = [children_of(part) for part in parts]
+        # A text, say, in the place of the container that the rehearsal saw.
+        if any(of_slice is None for of_slice in found):
+            return self.fallback(parts, path)
+        children = [dict(of_slice or ()) for of_slice in found]
         # Other keys than in the rehearsal, or not the same on all slices.
         if any(of_slice.keys() != children[0].keys() for of_slice in children):
             return self.fallback(parts, path)
