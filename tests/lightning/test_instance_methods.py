@@ -38,7 +38,7 @@ def test_a_block_that_is_left_late_leaves_the_methods_of_the_next_one() -> None:
 
 def test_what_an_abandoned_step_left_is_removed_and_what_the_user_put_there_is_not() -> None:
     module = nn.Sequential(Logs())
-    of_this_package = Registry("kind").register
+    of_this_package = Registry("kind", object).register
     InstanceMethods(module[0], {"log": of_this_package}).__enter__()
     vars(module[0])["other"] = other
     remove_instance_methods(module)
