@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
 from lightning_dpx.torch_compat import key_of, tree_leaves, tree_map_only
 
@@ -105,18 +106,13 @@ def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run
 
     def run() -> Any:
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
-        # Each by itself: a part may have been frozen in evaluation mode, and `train()`
-        # sets all alike.
-        training = {child: child.training for child in module.modules()}
-        module.eval()  # batch normalisation refuses to train on an example of one row
-        try:
+        # A part may have been frozen in evaluation mode.
+        with preserve_modes(module.modules()):
+            module.eval()  # batch normalisation refuses to train on an example of one row
             if isinstance(inputs, dict):
                 return module(**inputs)
             # As Lightning hands an example on: a dict by keyword, a list or a tuple by position.
             return module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
-        finally:
-            for child, mode in training.items():
-                child.training = mode
 
     return run
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.devices import present_devices
 from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
+from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
     BatchDim,
@@ -264,16 +265,12 @@ class ReplicaGroup:
         self._slices = []
         self._two_passes = None
         modules = self._set.root.modules
-        own = [module.training for module in modules]
-        try:
+        with preserve_modes(modules):
             if is_train is not None:
                 self._set.root.module.train(is_train)
             self._modes = [module.training for module in modules]
             with self._fixed_parameters():
                 yield
-        finally:
-            for module, mode in zip(modules, own, strict=True):
-                module.training = mode
 
     @contextmanager
     def _fixed_parameters(self) -> Iterator[None]:
@@ -387,21 +384,18 @@ class ReplicaGroup:
         walked: list[bool] = []
         rows = self._rows_by_replica()
         modules = self._set.root.modules
-        own = [module.training for module in modules]
         self._is_again = True
         try:
-            # As in the first forward, whatever the module is set to by now.
-            for module, mode in zip(modules, self._modes, strict=True):
-                module.training = mode
-            with self._fixed_parameters():
+            with preserve_modes(modules), self._fixed_parameters():
+                # As in the first forward, whatever the module is set to by now.
+                for module, mode in zip(modules, self._modes, strict=True):
+                    module.training = mode
                 two_passes.second(
                     self._slices,
                     lambda one: walked.append(grads.walk(self._run_module(one), rows[one.replica.index])),
                 )
         finally:
             self._is_again = False
-            for module, mode in zip(modules, own, strict=True):
-                module.training = mode
         return walked
 
     def _check_wants_gradients(self) -> None:

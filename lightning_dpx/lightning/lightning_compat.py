@@ -280,8 +280,7 @@ __all__ = [
     "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "compiler_context_of",
     "data_hooks", "ddp_options_of", "set_compiler_context", "set_device_mesh", "set_trainer",
     "init_dist_connection", "initialize_strategy_again", "layer_sync_of", "lightning_optimizers_of", "look_up",
-    "metric_dicts",
-    "module_of", "optimizers_of", "precision_hooks", "reduce_processes", "reset_precision_hooks",
+    "metric_dicts", "module_of", "optimizers_of", "precision_hooks", "reduce_processes", "reset_precision_hooks",
     "set_precision_hooks", "states_of", "steps_for_logs", "take_signals", "tensor_parallel_size_of",
     "trainer_of", "transfer_batch", "wrap_optimizer",
 ]  # fmt: skip

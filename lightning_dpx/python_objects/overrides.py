@@ -1,8 +1,10 @@
 """Attributes of objects that are others for a while, and are put back as they were."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 
 class Overrides:
@@ -46,3 +48,14 @@ def overridden(owner: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         overrides.put_back()
+
+
+@contextmanager
+def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards each module is in the mode, train or eval, that it was in: ``train()`` would set all alike."""
+    before = {module: module.training for module in modules}
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode

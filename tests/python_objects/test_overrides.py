@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_dpx.python_objects.overrides import Overrides, overridden
+from lightning_dpx.python_objects.overrides import Overrides, overridden, preserve_modes
 
 
 class Owner:
@@ -43,3 +43,11 @@ def test_a_module_registers_nothing_of_what_it_holds_for_a_while() -> None:
     with overridden(module, held=nn.Linear(1, 1)):
         assert [name for name, _ in module.named_children()] == []
     assert not hasattr(module, "held")
+
+
+def test_each_module_is_in_its_own_mode_again() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    net[1].eval()
+    with preserve_modes(net.modules()):
+        net.eval()
+    assert [module.training for module in net.modules()] == [True, True, False]

@@ -18,6 +18,7 @@ from lightning_dpx.replicas import (
     BatchSlice,
     ListWatch,
     MergeRules,
+    ReplicaSet,
     changed_numbers,
     find_lists,
     numbers_of,
@@ -82,30 +83,7 @@ class WholeRun:
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())
-                # Copied for each step, which may write it in place.
-                batch_slice = BatchSlice(replicas.root, num_rows, self._rows.whole(num_rows))
-                writes = step.watch_batch(batch_slice.batch)
-                log = StepLog(batch_slice)
-                # Looked for anew before each step, as one may make lists
-                # that the next one appends to.
-                lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
-                numbers = numbers_of(own_attributes_of(shadow))
-                with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
-                    call = partial(self._call, log, writes)
-                    seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
-                with recording(log, shadow):
-                    # training_step_end and its like see the outputs of all rows, and may log.
-                    final = step.session.finished(step.call.name, seen.output)
-                grown = lists.grown(find_lists(attributes_of(shadow)))
-                # Graphs would keep all activations of this run until it is compared.
-                seen.appended = {place: without_graphs(items) for place, items in grown.items()}
-                seen.numbers = numbers_of(own_attributes_of(shadow))
-                seen.changed_numbers = changed_numbers(numbers, seen.numbers)
-                seen.read_back |= log.read_back
-                seen.logged = {path_of(key): logged_value(*entry) for key, entry in log.entries.items()}
-                # One device needs no rules, as there is one slice.
-                step.note_writes(writes, replicas, MergeRules(), seen)
-                step.finish(seen, final, shadow, list(shadow.parameters()))
+                self._observe_step(shadow, replicas, num_rows, seen, watched)
         made = [name for name, _ in shadow.named_parameters() if name not in known]
         if made:
             raise ParametersAppear(", ".join(made))
@@ -114,6 +92,41 @@ class WholeRun:
         seen.drew = step.guest.drew
         step.note_draws(seen)
         return seen
+
+    def _observe_step(
+        self,
+        shadow: Any,
+        replicas: ReplicaSet,
+        num_rows: int,
+        seen: Observation,
+        watched: AbstractContextManager[Any] | None,
+    ) -> None:
+        """One step of ``observe``; ``seen`` is then of this step."""
+        step = self._step
+        # Copied for each step, which may write it in place.
+        batch_slice = BatchSlice(replicas.root, num_rows, self._rows.whole(num_rows))
+        writes = step.watch_batch(batch_slice.batch)
+        log = StepLog(batch_slice)
+        # Looked for anew before each step, as one may make lists
+        # that the next one appends to.
+        lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
+        numbers = numbers_of(own_attributes_of(shadow))
+        with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
+            call = partial(self._call, log, writes)
+            seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
+        with recording(log, shadow):
+            # training_step_end and its like see the outputs of all rows, and may log.
+            final = step.session.finished(step.call.name, seen.output)
+        grown = lists.grown(find_lists(attributes_of(shadow)))
+        # Graphs would keep all activations of this run until it is compared.
+        seen.appended = {place: without_graphs(items) for place, items in grown.items()}
+        seen.numbers = numbers_of(own_attributes_of(shadow))
+        seen.changed_numbers = changed_numbers(numbers, seen.numbers)
+        seen.read_back |= log.read_back
+        seen.logged = {path_of(key): logged_value(*entry) for key, entry in log.entries.items()}
+        # One device needs no rules, as there is one slice.
+        step.note_writes(writes, replicas, MergeRules(), seen)
+        step.finish(seen, final, shadow, list(shadow.parameters()))
 
     def _call(self, log: StepLog, writes: BatchWrites, batch_slice: BatchSlice) -> Any:
         """The user's step."""

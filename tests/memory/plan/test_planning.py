@@ -318,7 +318,10 @@ def test_a_whole_float_is_bytes_and_one_is_all_of_the_peak() -> None:
 
 def test_a_budget_may_be_a_text_as_everywhere_else() -> None:
     assert bytes_of_budget("2KiB", 4096) == 2048
+    assert bytes_of_budget("8KiB", 10) == 8192
     assert bytes_of_budget("25%", 4096) == 1024
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    assert dpx.search_plan(net, torch.ones(64, 32), budget="1 MiB", progress=False).budget == 2**20
     with pytest.raises(dpx.ConfigurationError, match="at most 100%"):
         bytes_of_budget("120%", 4096)
 
@@ -551,10 +554,3 @@ def test_random_plans_take_what_was_predicted(length: int, seeds: range) -> None
         # Whether a sum of gradients is made in place may depend on what else happens at that moment.
         assert measured <= predicted <= measured + SUM_OF_GRADIENTS, f"seed {seed}"
         dpx.remove_plan(module)
-
-
-def test_a_budget_may_be_a_text() -> None:
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
-    plan = dpx.search_plan(net, torch.ones(64, 32), budget="1 MiB", progress=False)
-    assert plan.budget == 2**20
-    assert bytes_of_budget("8KiB", 10) == 8192
