@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_dpx.errors import CollectiveError, WholeBatchError
+from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.replicas import BatchSlice
@@ -47,6 +48,7 @@ class TrainingFlow:
         self.accumulates = False
         self.manual: ManualOptimization | None = None
         self._is_merged_step = False  # the last one
+        self._was_by_hand = not session.module.automatic_optimization
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one device's training step would return for the whole batch.
@@ -64,6 +66,7 @@ class TrainingFlow:
         if not session.follow_structure():
             # The replicas were given up just now, and the strategy has the session of one device.
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
+        self._follow_optimization()
         args = session.memory.rewindable(args)
         slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         # Micro-batches are other slices than those that were rehearsed, so they are
@@ -108,6 +111,24 @@ class TrainingFlow:
         if self._session.rehearsals.before_step(NAME, slices, args, kwargs):
             return self._session.slices.of(NAME, args[0])
         return slices
+
+    def _follow_optimization(self) -> None:
+        """A hook may have had the step optimize by hand, or no longer: then it is another one than was checked."""
+        session = self._session
+        by_hand = not session.module.automatic_optimization
+        if by_hand == self._was_by_hand:
+            return
+        self._was_by_hand = by_hand
+        session.rehearsals.reopen(NAME)
+        if self.manual is not None and not by_hand:
+            self.manual.gradients.leave()
+        # By hand micro-batches are replicas of their own, and replicas were made for the other kind of step.
+        if by_hand and session.replicas.cuts_slices:
+            session.replicas.partition.leave_slices(training=True)
+            rank_zero_warn(
+                f"dpx: {NAME} has its slices in one piece from here on, not in micro-batches: it optimizes by hand "
+                "now, and did not when the run began. For micro-batches, begin with automatic_optimization = False."
+            )
 
     def _is_merged(self) -> bool:
         """Whether replicas on one device take every batch as one, and nothing else is asked of them."""

@@ -24,7 +24,7 @@ import uuid
 import weakref
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -111,6 +111,8 @@ class ObjectState:
         classes: Also what these hold, and the globals that their code names.
         only_own: Nothing behind objects whose class is of an installed package, or in large containers: other threads
             may be at work there.
+        objects: Also what these hold, by path.
+        most: So many objects are looked at, the nearest ones first.
 
     Attributes:
         obstacle: Why it cannot be told whether something changed; empty if it can.
@@ -126,6 +128,8 @@ class ObjectState:
         copies: bool = False,
         classes: Iterable[type] = (),
         only_own: bool = False,
+        objects: Mapping[str, Any] = types.MappingProxyType({}),
+        most: int = _MOST_OBJECTS,
     ) -> None:
         self.obstacle: str = ""
         self.outside: list[nn.Module] = []
@@ -139,7 +143,8 @@ class ObjectState:
         self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
         self._num_items = 0
         self._num_bytes = 0  # of arrays that are kept
-        self._waiting: list[tuple[str, Any]] = []
+        self._most = most
+        self._waiting: deque[tuple[str, Any]] = deque(objects.items())
         for module in modules:
             self._add_module(module)
         if follow_code:
@@ -244,8 +249,9 @@ class ObjectState:
             self._waiting.append((path, value))
 
     def _walk(self) -> None:
-        while self._waiting and len(self._seen) <= _MOST_OBJECTS and self._num_items <= _MOST_ITEMS:
-            path, value = self._waiting.pop()
+        while self._waiting and len(self._seen) <= self._most and self._num_items <= _MOST_ITEMS:
+            # First in, first out, so that what is near is found before what is far.
+            path, value = self._waiting.popleft()
             if self._only_own and isinstance(value, functools._lru_cache_wrapper):
                 self.caches.append(value)
                 # Its results are no state of the step; callers empty it if it was empty before.

@@ -31,7 +31,7 @@ from lightning_dpx.replicas.merging import (
 )
 from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
-from lightning_dpx.replicas.rebound_numbers import NumberWatch, increments
+from lightning_dpx.replicas.rebound_numbers import NumberWatch, increments, joined_changes
 from lightning_dpx.replicas.slicing import PLAIN, children_of, rebuild
 
 _TOO_OFTEN = 6  # batches
@@ -49,6 +49,7 @@ class MergeRules:
         growing: All lists that rehearsals have seen a step append to.
         lost_items: Lists among them that have no rule, and out of which a step has taken items since.
         rebound: Attributes whose numbers a step changes; likewise.
+        disjoint: Those of them of which rehearsals have seen each slice change elements of its own.
         seen_attributes: Those that rehearsals have seen change.
         times_unseen: How many batches have changed others.
         metrics_give_slices: Whether a metric that is called as a function gives each slice its own value, or that of
@@ -76,6 +77,7 @@ class MergeRules:
     growing: set[ListPlace] = field(default_factory=set)
     lost_items: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
+    disjoint: set[str] = field(default_factory=set)
     seen_attributes: set[str] = field(default_factory=set)
     times_unseen: Counter[str] = field(default_factory=Counter)
     metrics_give_slices: bool = False
@@ -245,6 +247,13 @@ class MergeRules:
         if rule is None:
             return None
         rules = self.outputs
+        changes = joined_changes(parts, before) if rule.kind == "changes" or path in self.disjoint else None
+        # Whether such elements are set or added to, no rehearsal has seen.
+        if changes is not None and changes[1] and path in self.disjoint:
+            self.news.add(name)
+            self.is_outdated = True
+        if rule.kind == "changes":
+            return None if changes is None else changes[0]
         added: list[Any] | None = None
         # Each replica has what was there and its own part: what was there counts once.
         if rule.kind == "added":

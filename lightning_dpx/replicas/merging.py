@@ -22,7 +22,7 @@ from lightning_dpx.replicas.tolerance import Tolerance, difference
 
 Kind = Literal[
     "join", "items", "union", "children", "equal", "mean", "loss mean", "sum", "max", "min", "quadratic mean",
-    "geometric mean", "first", "last", "by type", "added",
+    "geometric mean", "first", "last", "by type", "added", "changes",
 ]  # fmt: skip
 # The order in which rules that fit alike are preferred: what a user would most likely mean comes first.
 _OF_NUMBERS: tuple[Kind, ...] = (
@@ -56,8 +56,9 @@ class Rule:
 
     Attributes:
         kind: "join" along a dim, "items" of lists one after the other, "union" of mappings and sets with different
-            keys, "children" each by its own rule, the name of a reduction, "by type" where nothing is known, or "added"
-            where what slices add to the value before comes together.
+            keys, "children" each by its own rule, the name of a reduction, "by type" where nothing is known, "added"
+            where what slices add to the value before comes together, or "changes" where each has changed elements of
+            its own.
         dim: Of a join.
         blocks: Of a join: every value is as many blocks along the dim, and the n-th blocks of all come together.
     """
@@ -575,7 +576,11 @@ class Merger:
         return [part.to(device) for part in parts]
 
     def _children(self, parts: list[Any], path: str) -> Any:
-        children = [dict(children_of(part) or ()) for part in parts]
+        found = [children_of(part) for part in parts]
+        # A text, say, in the place of the container that the rehearsal saw.
+        if any(of_slice is None for of_slice in found):
+            return self.fallback(parts, path)
+        children = [dict(of_slice or ()) for of_slice in found]
         # Other keys than in the rehearsal, or not the same on all slices.
         if any(of_slice.keys() != children[0].keys() for of_slice in children):
             return self.fallback(parts, path)

@@ -549,11 +549,12 @@ class StateFingerprint:
             elif (contents := _contents(value)) is not None:
                 yield key, ((value, _kept_alive(contents)), list(map(_identities, contents)))
 
-    def has_changed(self) -> bool:
-        """Whether something that was there has other contents now."""
+    def compare(self) -> tuple[bool, bool]:
+        """Whether something that was there has other contents now, and whether there is something new."""
         now = dict(self._marks())
         # The objects are kept with their marks, so that an id cannot be that of another one by now.
-        return any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+        changed = any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+        return changed, not now.keys() <= self._before.keys()
 
 
 def _contents(value: Any) -> list[Any] | None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.merging import ADDED_IN, NUMBERS, is_numeric
+from lightning_dpx.replicas.merging import ADDED_IN, NUMBERS, as_tensor, is_numeric, like
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
@@ -104,6 +104,29 @@ def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
             return None
         return [part.detach().to(before.device) - before for part in parts]
     return [part - before for part in parts]
+
+
+def joined_changes(parts: Sequence[Any], before: Any) -> tuple[Any, bool] | None:
+    """Each element as the last replica that has changed it has it, and whether several have changed one of them.
+
+    ``None`` for what are no arrays like the one before: a single number is what all replicas change.
+    """
+    if not isinstance(before, torch.Tensor | np.ndarray) or _numel(before) < 2:
+        return None
+    if not all(type(part) is type(before) and _shape(part) == _shape(before) for part in parts):
+        return None
+    start = before if isinstance(before, torch.Tensor) else as_tensor(before)
+    joined = start
+    times_changed = torch.zeros(start.shape, dtype=torch.int64, device=start.device)
+    for part in parts:
+        value = part.detach().to(start.device) if isinstance(part, torch.Tensor) else as_tensor(part)
+        if value.dtype != start.dtype:
+            return None
+        changed = (value != start) & ~(value.isnan() & start.isnan())
+        joined = torch.where(changed, value, joined)
+        times_changed += changed
+    overlap = bool((times_changed > 1).any())
+    return (joined if isinstance(before, torch.Tensor) else like(joined, before)), overlap
 
 
 def _can_be_added(part: Any, before: Any) -> bool:

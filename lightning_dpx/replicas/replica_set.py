@@ -408,9 +408,7 @@ class ReplicaSet:
             self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.habits.draws.has_drawn(before))
-            wrote = self.python_state.wrote_shared() or (state is not None and state.has_changed())
-            if wrote:
-                self.note_shared_write(stage)
+            self._note_writes(stage, in_turns, state)
         return values
 
     def _tasks(
@@ -520,15 +518,27 @@ class ReplicaSet:
         return self._takes_turns(stage) or not self._lanes.in_threads
 
     def note_shared_write(self, stage: str) -> None:
-        """A stage that writes what all replicas share takes turns from now on."""
+        """A stage that writes what all replicas share takes turns from now on, or its slices as one."""
         self.habits.note_write(stage, training=self.root.module.training)
         if self.partition.trains_apart:
             self.partition.merges_in_training = True
+
+    def _note_writes(self, stage: str, in_turns: bool, state: StateFingerprint | None) -> None:
+        """What the stage wrote of the Python state that replicas share; ``state`` is from before it took turns."""
+        changed = False
+        if state is not None:
+            changed, has_new = state.compare()
+            self.habits.note_new_state(stage, training=self.root.module.training, has_new=has_new)
+        if not changed and not self.python_state.wrote_shared():
+            return
+        if not in_turns:
+            ordered = "take their slices as one" if self.partition.trains_apart else "take turns"
             warnings.warn(
-                f"The {stage} writes Python state that its replicas share, so they take their slices as one from "
-                "here on; in this step, which ran in threads, its order is not that of one device.",
+                f"The {stage} writes Python state that its replicas share, so they {ordered} from here on; in this "
+                "step, which ran in threads, its order may not be that of one device.",
                 stacklevel=3,
             )
+        self.note_shared_write(stage)
 
     def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
         # That replicas take turns is said once for all stages. What ran in threads is always said:

@@ -25,6 +25,7 @@ class StageHabits:
         self.has_walked_back = False
         self._drew: dict[tuple[str, bool], bool] = {}
         self._wrote: set[tuple[str, bool]] = set()
+        self._made_state: dict[tuple[str, bool], bool] = {}  # whether a second step is still to be seen
 
     @property
     def has_drawn(self) -> bool:
@@ -38,7 +39,7 @@ class StageHabits:
         reset it under another's feet. So a stage needs order until it was seen to draw nothing.
         """
         # In threads a shared list would have its items in any order.
-        if (stage, training) in self._wrote:
+        if (stage, training) in self._wrote or self._made_state.get((stage, training), False):
             return True
         # One stage that draws is enough: the backward may recompute what the forward has drawn.
         drew = [drew for (_, mode), drew in self._drew.items() if mode == training]
@@ -48,6 +49,11 @@ class StageHabits:
         """The stage has run, and drew or did not."""
         key = stage, training
         self._drew[key] = drew or self._drew.get(key, False)
+
+    def note_new_state(self, stage: str, *, training: bool, has_new: bool) -> None:
+        """The stage took its turns, and made containers or did not: whether it writes them, the next step shows."""
+        # Once: a stage that makes new ones in every step shares none of them.
+        self._made_state[stage, training] = has_new and (stage, training) not in self._made_state
 
     def note_write(self, stage: str, *, training: bool) -> None:
         """The stage wrote Python state that replicas share: a list that threads append to has any order."""

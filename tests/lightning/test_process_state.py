@@ -1,14 +1,17 @@
 """No patch of torch or Lightning outlives a run, whatever became of it."""
 
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_dpx
 from tests.conftest import Classifier, StepsByHand, make_loader, make_trainer, seeded
@@ -103,3 +106,25 @@ def test_the_rank_of_functions_for_rank_zero_is_that_of_the_process_again() -> N
     assert ranks[0] is not int, "inside of a run it knows the running replica"
     assert type(rank_zero_only.rank) is int
     assert type(of_pytorch.rank) is int
+
+
+class SwitchesAttention(Classifier):
+    """Slices overlap: the first one leaves its context while the second one is in its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss: torch.Tensor = super().training_step(batch, batch_idx)
+            time.sleep(0.01 * (1 + self.global_rank))
+        return loss
+
+
+@pytest.mark.usefixtures("hardware")
+def test_settings_that_a_step_puts_back_are_what_they_were() -> None:
+    before = torch.backends.cuda.flash_sdp_enabled()
+    trainer = make_trainer(strategy=lightning_dpx.DPXStrategy(execution="threads"), devices=2, max_epochs=1)
+    try:
+        trainer.fit(SwitchesAttention(), make_loader(), make_loader())
+        assert torch.backends.cuda.flash_sdp_enabled() == before
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+        torch.backends.cuda.enable_mem_efficient_sdp(True)

@@ -135,6 +135,12 @@ def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
     assert "on one device" in found.text
 
 
+def test_a_text_in_the_place_of_a_container_that_was_seen_is_merged_by_its_type() -> None:
+    rules = MergeRules(outputs={"result": Rule(kind="children"), "result.0": Rule(kind="equal")})
+    assert rules.merge_outputs(["text", "text"], by_rows((3, 1)), CPU) == "text"
+    assert rules.merge_outputs([["text"], ["text"]], by_rows((3, 1)), CPU) == ["text"]
+
+
 KINDS_OF_NUMPY = ("float16", "longdouble", "clongdouble", "uint8", "uint16", "uint32", "uint64", "int64", ">i4", "bool")
 KINDS_OF_TORCH = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16)
 

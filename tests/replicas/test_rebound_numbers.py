@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.rebound_numbers import NumberWatch, changed_numbers, increments, numbers_of
+from lightning_dpx.replicas.rebound_numbers import (
+    NumberWatch,
+    changed_numbers,
+    increments,
+    joined_changes,
+    numbers_of,
+)
 
 
 def test_numbers_are_copies_and_no_large_tensors_or_parts_of_graphs() -> None:
@@ -61,6 +67,19 @@ def test_what_was_added_is_known_for_numbers_of_one_kind(before: Any, parts: Any
         assert found is None
     else:
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_elements_are_those_of_the_replica_that_has_changed_them(make: Any) -> None:
+    before = make([1.0, float("nan"), 3.0])
+    apart = [make([5.0, float("nan"), 3.0]), make([1.0, 2.0, 3.0])]
+    assert joined_changes([before, before], make([1.0])) is None, "of a single number"
+    assert joined_changes([before, make([1.0, 2.0])], before) is None, "another shape"
+    joined, overlap = joined_changes(apart, before)
+    assert (joined.tolist(), overlap) == ([5.0, 2.0, 3.0], False)
+    assert type(joined) is type(before)
+    joined, overlap = joined_changes([*apart, make([7.0, float("nan"), 3.0])], before)
+    assert (joined.tolist(), overlap) == ([7.0, 2.0, 3.0], True)
 
 
 def test_replicas_that_changed_nothing_have_no_parts() -> None:

@@ -35,6 +35,15 @@ def test_a_stage_that_writes_shared_state_needs_order_in_its_mode() -> None:
     assert not habits.needs_order("forward", training=False)
 
 
+def test_a_stage_that_has_made_state_needs_order_in_one_more_step() -> None:
+    habits = StageHabits(nn.Identity())
+    habits.note_draws("forward", training=True, drew=False)
+    habits.note_new_state("forward", training=True, has_new=True)
+    assert habits.needs_order("forward", training=True)
+    habits.note_new_state("forward", training=True, has_new=True)
+    assert not habits.needs_order("forward", training=True), "it makes new state in every step"
+
+
 def test_replicas_in_threads_note_what_their_stages_do() -> None:
     replicas = ReplicaSet(nn.Dropout(), [torch.device("cpu")] * 2, execution="threads")
     slices = replicas.slices(torch.ones(4, 2))

@@ -165,7 +165,8 @@ class ManualOptimization:
     def _noted_start(self) -> StepStart | None:
         """What a step can be begun anew from; nothing where gradients are large, or a budget would not count them."""
         owners = self.step.owner_parameters
-        num_bytes = sum(owner.grad.nbytes for owner in owners if owner.grad is not None)
+        # A gradient is no larger than its parameter, and a sparse one does not tell its bytes.
+        num_bytes = sum(owner.nbytes for owner in owners if owner.grad is not None)
         if num_bytes > _MOST_BYTES_NOTED or self.strategy.plans_memory:
             return None
         states = GeneratorStates(self.replicas.devices, generators=self.replicas.habits.draws.generators)

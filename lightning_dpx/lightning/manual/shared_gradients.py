@@ -126,6 +126,14 @@ class SharedGradients:
         self._of_owners = [Mark.of(parameter) for parameter in owners]
         self._of_root = [Mark.of(parameter) for parameter in self._root.parameters]
 
+    def leave(self) -> None:
+        """Before a step that Lightning optimizes: only owners keep gradients, as it would sum those of all replicas."""
+        for replica in self._replicas:
+            self._stale.add(replica.index)  # they get them again before the next step by hand
+            for parameter, owner in zip(replica.parameters, self._step.owner_parameters, strict=True):
+                if parameter is not owner:
+                    parameter.grad = None
+
     def add(self, active: Sequence[Replica], columns: Sequence[Sequence[Gradient] | None], rows: float) -> None:
         """Adds the sum of what a backward of every replica gave to the gradients of all active ones.
 

@@ -70,7 +70,9 @@ class Outcome:
             rules = self.findings[f"self.{path}"].rules
             kinds = {rule.kind for rule in rules}
             adds_nothing = "first" in kinds and not kinds.isdisjoint({"added", "sum"})
-            if not adds_nothing and ("added" not in kinds or len(kinds) == 1):
+            # Where each slice changes elements of its own, all rules that fit give the same.
+            is_settled = "added" not in kinds or len(kinds) == 1 or "changes" in kinds
+            if is_settled and not adds_nothing:
                 continue
             # Left open, so that the value of the first replica stays until more is known.
             del self.findings[f"self.{path}"]

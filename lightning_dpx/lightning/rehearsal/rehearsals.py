@@ -15,6 +15,8 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import (
     refined,
     undecided,
 )
+from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
+from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
@@ -192,7 +194,11 @@ class Rehearsals:
         if self._again[key] and not (news and strategy.num_processes == 1):
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
+        # Before threads append to a list in any order, which no later step could put right.
+        if rules.growing:
+            strategy.session.replicas.note_shared_write(call.name)
         self._spot_checks.news(key, outcome.comparison.differences)
+        self._keep_order(call.name, outcome.comparison)
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
             strategy.session.step.rules = rules
@@ -233,6 +239,7 @@ class Rehearsals:
         # What is drawn by rows after all must not be drawn alike by all slices.
         rules.draws_once -= outcome.judge.draws_by_rows
         self._narrow(key, outcome)
+        self._keep_order(call.name, outcome.comparison)
         if not comparison.differences:
             return False
         comparison.notes.append("The batches that were checked before had shown nothing of it")
@@ -240,6 +247,11 @@ class Rehearsals:
             comparison.notes.append("With micro_batches=1 it stays in one piece")
         self._tell(call.name, comparison, is_first=False)
         return True
+
+    def _keep_order(self, name: str, comparison: Comparison) -> None:
+        """A step that writes what lies outside of the module takes turns, or threads would write it in any order."""
+        if any(path.startswith(OUTSIDE) for path in comparison.changed):
+            self._strategy.session.replicas.note_shared_write(name)
 
     def _check_smaller_slices(self, call: Call, rows: int) -> bool:
         """Tries slices of fewer rows than any before, of a step that did not run on a few rows, such as ``topk(8)``.
@@ -268,6 +280,8 @@ class Rehearsals:
             # Of what was only zero nothing has been found that could be narrowed.
             for path in before.keys() & now.keys() - rules.undecided:
                 before[path] = now[path]
+                if CHANGES not in now[path].rules:
+                    rules.disjoint.discard(path.removeprefix("self."))
                 if now[path].rules and path in chosen_rules:
                     chosen_rules[path] = now[path].rules[0]
 
@@ -388,6 +402,7 @@ class Rehearsals:
         known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
         known.times_unseen = self._rules[key].times_unseen
         known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
+        known.disjoint = {path for path in known.rebound if CHANGES in findings[f"self.{path}"].rules}
         if known.undecided and self._again[key] == _AT_MOST:
             names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
             rank_zero_warn(

@@ -8,7 +8,7 @@ import torch
 from lightning_dpx.errors import SharedWriteError
 from lightning_dpx.lightning.rehearsal.comparison.comparer import changed_again, compare_step, unstable_between
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
-from lightning_dpx.lightning.rehearsal.comparison.number_judge import SETTING
+from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES, SETTING
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import (
@@ -136,7 +136,12 @@ def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation
     for path in judge.numbers.unsettled:
         fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
         if path in whole.changed_numbers:
-            fits = again.numbers.fitting.get(path, ())
+            # A running extreme would be the same as well.
+            fits = tuple(rule for rule in again.numbers.fitting.get(path, ()) if rule.kind not in ("max", "min"))
+        elif path in again.numbers.equal:
+            # So is a bank of features whose rows were written again. All slices have all of it
+            # by then, and add nothing: it is no sum of what they have.
+            fits = (CHANGES, Rule(kind="added"), Rule(kind="first"))
         judge.settle(path, [rule for rule in judge.numbers.fitting[path] if rule in fits])
         if path not in judge.rebound:
             out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))

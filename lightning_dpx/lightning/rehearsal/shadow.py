@@ -34,6 +34,7 @@ from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
+from lightning_dpx.python_objects.process_settings import SettingsWatch
 from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet, StepDraws
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.replicate import like_parameter
@@ -73,6 +74,9 @@ class Guest:
         self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
         self.changed_settings: bool = False
         self.logger_calls: list[str] = []  # of the last run
+        self._module = module
+        self._has_run = False
+        self.switched: set[str] = set()  # settings of the process that the first run has changed, if only for a while
 
     @contextmanager
     def visit(self, *, calls_hooks: bool) -> Iterator[None]:
@@ -148,6 +152,7 @@ class Guest:
             self.draws: list[tuple[int, ...]] = [tuple(mode.draws) for mode in self._steps]
             self.dtypes = dtypes
             self._start.restore()
+            self._has_run = True
 
     @contextmanager
     def in_step(self, stage: str) -> Iterator[None]:
@@ -157,8 +162,14 @@ class Guest:
         if stage != "backward":
             self._steps.append(mode)
             self._run_start.restore()
-        with mode:
+        # Once, as it looks at many places at every operator.
+        watches = stage != "backward" and not self._has_run
+        watch = SettingsWatch(self._module) if watches else None
+        with mode, watch or nullcontext():
             yield
+        if watch is not None:
+            watch.look()
+            self.switched |= watch.switched
         if stage != "backward":
             self.draws_of_steps.append(StepDraws(self._run_start, self._run_start.again(), tuple(mode.on_host)))
 

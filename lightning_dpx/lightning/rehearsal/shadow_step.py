@@ -21,12 +21,12 @@ from lightning_dpx.lightning.new_replicas import new_replicas
 from lightning_dpx.lightning.optimizer_settings import plain_settings
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
-    OUTSIDE,
     Logged,
     Observation,
     attributes_of,
     host_copy,
     python_state,
+    state_outside,
 )
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
 from lightning_dpx.lightning.rehearsal.shadow import (
@@ -63,7 +63,7 @@ class ShadowStep:
         guest: Puts back what the runs change.
         norms: Batch norms that normalize by their slice.
         tolerance: How far two runs may be apart.
-        changes_settings: Whether a run as one device has changed settings of optimizers.
+        changes_settings: Whether a run as one device has changed settings of optimizers, or of the process.
         saves_on_host: Whether what backward needs waits on the host from here on.
     """
 
@@ -205,10 +205,8 @@ class ShadowStep:
 
     def state(self, shadow: Any) -> dict[str, Any]:
         """Python state and buffers of a shadow, and what its code reaches outside of it."""
-        values = chain(self.guest.surroundings.values(), self._settings())
-        # The prefix keeps globals apart from attributes of the same name.
-        outside = ((f"{OUTSIDE}{path}", value) for path, value in values)
-        return python_state(chain(attributes_of(shadow), outside))
+        outside = chain(self.guest.surroundings.values(), self._settings())
+        return {**python_state(attributes_of(shadow)), **state_outside(outside)}
 
     def _settings(self) -> Iterable[tuple[str, Any]]:
         """The settings of optimizers that steps share; steps by hand have copies of theirs."""

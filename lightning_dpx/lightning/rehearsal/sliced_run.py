@@ -126,7 +126,7 @@ class SlicedRun:
         micro_batches = step.replicas.partition.micro_batches
         devices = list(step.replicas.devices)
         replicas = step.replicas_of(shadow, devices, existing=parameters, workload="even", micro_batches=micro_batches)
-        if step.changes_settings:  # of optimizers, which all replicas share
+        if step.changes_settings:  # of optimizers or the process, which all replicas share
             for some in (replicas, step.replicas):
                 some.note_shared_write(step.call.name)
         for real, copied in zip(step.replicas.replicas, replicas.replicas, strict=True):

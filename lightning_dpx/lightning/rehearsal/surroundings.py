@@ -2,8 +2,8 @@
 
 A shadow has its own copies of what the module holds, but not of these. So they are put back after every run of a
 rehearsal, and compared like the state of the module. Only what the user wrote is looked at: frameworks keep books of
-their own, which a step does not touch. Callbacks and data sets, which may hold very much, are looked at one container
-deep; what the user's code names is followed through containers, objects, closures and tensors.
+their own, which a step does not touch. All of it is followed through containers, objects, closures and tensors;
+callbacks and data sets, which may hold very much, only as far as a few thousand objects, the nearest ones first.
 """
 
 import copy
@@ -13,18 +13,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
-from lightning_dpx.python_objects.reachable import places_of_code
+from lightning_dpx.python_objects.reachable import places_of_code, reachable
 from lightning_dpx.torch_compat import version_counter
 from lightning_dpx.units import MIB
 
 _LARGEST_CONTAINER = 10_000
 _MOST_BYTES = 64 * MIB  # of tensors that the user's code names
+_MOST_NEAR = 2_000  # objects behind callbacks and data sets: what steps write to lies near them
+_DEEPEST_NOTE = 4
+_MOST_PARTS = 64  # of one data set that are data sets
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 _MISSING = object()
 
 
@@ -82,7 +86,7 @@ class _Notes:
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""
         for key, value in vars(self._trainer).items():
-            if not key.startswith("_") and _is_plain(value, (*_PLAIN, torch.Tensor)):
+            if not key.startswith("_") and _is_note(value, _DEEPEST_NOTE):
                 yield key, value
 
 
@@ -143,19 +147,18 @@ class _Tensor:
             self._version = version_counter(tensor)
 
 
-class _ReachedByCode:
-    """What the code of a module's classes leads to outside of the module: in globals, classes, closures and defaults.
+class _Reached:
+    """What a walk has reached, with the tensors among it.
 
     Results that a function has kept (``functools.lru_cache``) are forgotten, if it had kept none before.
 
     Args:
-        module: Whose code.
+        state: What was reached.
+        module: Whose parameters and buffers are looked after elsewhere.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        # In order and once each: many submodules are of one class.
-        classes = dict.fromkeys(type(child) for child in module.modules())
-        self._state = ObjectState((), copies=True, classes=classes, only_own=True)
+    def __init__(self, state: ObjectState, module: nn.Module) -> None:
+        self._state = state
         self._marks = self._state.marks()
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._tensors: list[_Tensor] = []
@@ -186,11 +189,15 @@ class Surroundings:
     """
 
     def __init__(self, trainer: Any, module: nn.Module) -> None:
-        self._objects = dict(_objects_of(trainer))
+        self._objects = _objects_of(trainer, module)
         self._attributes = [Attributes(owner) for owner in self._objects.values()]
         self._notes = _Notes(trainer)
         self._named = {path: _Named(space, key) for path, space, key in places_of_code(module)}
-        self._reached = _ReachedByCode(module)
+        # In order and once each: many submodules are of one class.
+        classes = dict.fromkeys(type(child) for child in module.modules())
+        of_code = ObjectState((), copies=True, classes=classes, only_own=True)
+        near = ObjectState((), follow_code=False, copies=True, objects=self._objects, only_own=True, most=_MOST_NEAR)
+        self._reached = [_Reached(of_code, module), _Reached(near, module)]
 
     def restore(self) -> None:
         """All of it is what it was."""
@@ -199,17 +206,17 @@ class Surroundings:
         self._notes.restore()
         for named in self._named.values():
             named.restore()
-        self._reached.restore()
+        for reached in self._reached:
+            reached.restore()
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""
         for path, owner in self._objects.items():
-            # What can be compared at little cost; all attributes are put back, whatever they are.
-            yield from ((f"{path}.{key}", value) for key, value in vars(owner).items() if _is_plain(value))
+            yield from ((f"{path}.{key}", value) for key, value in vars(owner).items())
         yield from ((f"trainer.{key}", value) for key, value in self._notes.values())
         for path, named in self._named.items():
-            if _is_plain(value := named.value):
-                yield path, value
+            if named.value is not _MISSING:
+                yield path, named.value
 
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:
@@ -225,24 +232,43 @@ def is_small_container(value: Any) -> bool:
     return type(value) in _CONTAINERS and len(value) <= _LARGEST_CONTAINER
 
 
-def _is_plain(value: Any, kinds: tuple[type, ...] = _PLAIN) -> bool:
-    """Whether ``value`` is a number or text, or a small container of them: data sets hold what is costly to compare."""
-    if is_small_container(value):
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(isinstance(item, kinds) for item in items)
-    return isinstance(value, kinds)
+def _is_note(value: Any, depth: int) -> bool:
+    """Whether ``value`` is a number, a text or a tensor, or a small container of them, or of such containers."""
+    if not is_small_container(value) and not isinstance(value, tuple):
+        return isinstance(value, _PLAIN)
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return depth > 0 and all(_is_note(item, depth - 1) for item in items)
 
 
-def _objects_of(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Objects of the user's classes that a step reaches through its trainer."""
-    found = [(f"trainer.callbacks[{index}]", callback) for index, callback in enumerate(trainer.callbacks)]
+def _objects_of(trainer: Any, module: nn.Module) -> dict[str, Any]:
+    """Objects of the user's classes that a step reaches through its trainer, and data sets that its module holds."""
+    # Replicas and shadows hold the same data set, as it may be large.
+    found = [(f"self.{path}", held) for path, held in reachable(module, (Dataset,), follow_code=False)]
+    found += [(f"trainer.callbacks[{index}]", callback) for index, callback in enumerate(trainer.callbacks)]
     found.append(("trainer.datamodule", getattr(trainer, "datamodule", None)))
     # Loaders are found at the loop that runs; before it begins there are none.
     loop = active_loop(trainer)
     combined = None if loop is None else combined_loader(loop)
     for index, loader in enumerate([] if combined is None else combined.flattened):
         found.append((f"the data set of loader {index}", getattr(loader, "dataset", None)))
+    owners: dict[int, tuple[str, Any]] = {}
     for path, owner in found:
-        # Lightning's own callbacks, such as the progress bar, are not called in a rehearsal.
-        if owner is not None and hasattr(owner, "__dict__") and not is_library(type(owner)):
-            yield path, owner
+        for own_path, own in _unwrapped(path, owner):
+            # Lightning's own callbacks, such as the progress bar, are not called in a rehearsal.
+            if own is not None and hasattr(own, "__dict__") and not is_library(type(own)):
+                owners.setdefault(id(own), (own_path, own))
+    return dict(owners.values())
+
+
+def _unwrapped(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    """``owner``, or the data sets of which torch's own classes make another one, such as a subset."""
+    if not isinstance(owner, Dataset) or not is_library(type(owner)):
+        yield path, owner
+        return
+    for key, value in vars(owner).items():
+        if isinstance(value, Dataset):
+            yield from _unwrapped(f"{path}.{key}", value)
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value[:_MOST_PARTS]):
+                if isinstance(item, Dataset):
+                    yield from _unwrapped(f"{path}.{key}[{index}]", item)

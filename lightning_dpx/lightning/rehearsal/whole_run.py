@@ -89,6 +89,7 @@ class WholeRun:
             raise ParametersAppear(", ".join(made))
         step.adopt_precision()
         step.changes_settings |= step.guest.changed_settings and not step.by_hand
+        step.changes_settings |= bool(step.guest.switched)
         seen.drew = step.guest.drew
         step.note_draws(seen)
         return seen

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
@@ -287,10 +287,6 @@ class Call:
     @contextmanager
     def surroundings(self) -> Iterator[None]:
         """As it was when the call began; what the call changes is put back afterwards."""
-        if not self._anatomy.is_same():
-            raise RuntimeError(f"A part of {self.name!r} was replaced between forward and backward.")
-        if self._anatomy.training() != self._training:
-            raise RuntimeError(f"train() or eval() was called on {self.name!r} between forward and backward.")
         if self._anatomy.versions() != self._parameters:
             raise RuntimeError(f"A parameter of {self.name!r} was changed in place between forward and backward.")
         if not self._is_over:
@@ -303,6 +299,7 @@ class Call:
             for kind, enabled, dtype in self._autocast:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(self._anatomy.as_it_was(self._training))
             if any(buffers_of(part) for part in self._anatomy.parts):
                 stack.enter_context(self._buffers_of_then())
             stack.enter_context(self.draws.repeated())
@@ -484,6 +481,10 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
             return "a SyncBatchNorm in it meets the other replicas"
         if number and is_flat_unit(part):
             return "a unit of FullyShardedDataParallel in it meets the other processes"
+        # functional_call puts tensors in their place that the step has computed: a call would hold
+        # these, and is not counted for that.
+        if not holds_views(part) and not all(map(_is_parameter, parameters_of(part).values())):
+            return f"a {type(part).__name__} in it has other tensors in the place of its parameters"
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if number == 0 and is_sharding_hook(hook):
                 continue  # its own parameters are there in its backward, and it is called without hooks
@@ -491,6 +492,11 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
     return ""
+
+
+def _is_parameter(entry: torch.Tensor | None) -> bool:
+    """Whether it is what a module has under the name of a parameter unless others put something else there."""
+    return entry is None or isinstance(entry, nn.Parameter)
 
 
 def is_sharding_hook(hook: Any) -> bool:
@@ -573,12 +579,12 @@ class Anatomy:
     """
 
     def __init__(self, module: nn.Module, *, looks: bool = True) -> None:
-        self.parts: list[nn.Module] = list(module.modules())
+        # What is found is held: of a call that is never made again, nothing.
+        self.parts: list[nn.Module] = list(module.modules()) if looks else []
         self.parameters = list[torch.Tensor]()
-        self.obstacle: str = _obstacle_in(self.parts) if looks else ""
-        # The walk over objects is long, and what it finds is held: not for a call that is never
-        # made.
-        walked = self.parts if looks and not self.obstacle else []
+        self.obstacle: str = _obstacle_in(self.parts)
+        # The walk over objects is long.
+        walked = [] if self.obstacle else self.parts
         self.state: ObjectState = ObjectState(walked)
         self.obstacle = self.obstacle or self.state.obstacle
         inside = list[dict[Any, Any]]()
@@ -611,6 +617,28 @@ class Anatomy:
         """Whether each part is in training."""
         return [part.training for part in self.parts]
 
+    @contextmanager
+    def as_it_was(self, training: list[bool]) -> Iterator[None]:
+        """It consists of the same in here, each part in ``training`` or not; afterwards all is as it was before.
+
+        Parts may be others by the time of backward: ``functional_call`` puts its parameters in for one forward only.
+        """
+        now = self.training()
+        if now == training and self.is_same():
+            yield
+            return
+        with self._inside.put_back():
+            _set_training(self.parts, training)
+            try:
+                yield
+            finally:
+                _set_training(self.parts, now)
+
+
+def _set_training(parts: Sequence[nn.Module], training: Sequence[bool]) -> None:
+    for part, trains in zip(parts, training, strict=True):
+        part.training = trains
+
 
 class _Watched:
     """What some dicts held when they were first looked at."""
@@ -618,6 +646,7 @@ class _Watched:
     def __init__(self, dicts: list[dict[Any, Any]]) -> None:
         self._dicts = dicts
         self._found = self._held()
+        self._keys = list(map(tuple, dicts))
 
     def _held(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._dicts)))
@@ -626,6 +655,21 @@ class _Watched:
         # Every call asks, for all its parts: ``map`` compares them without a loop in Python.
         held = self._held()
         return len(held) == len(self._found) and all(map(is_, held, self._found))
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """The dicts hold in here what they held then."""
+        now = [dict(each) for each in self._dicts]
+        found = iter(self._found)
+        try:
+            for each, keys in zip(self._dicts, self._keys, strict=True):
+                each.clear()
+                each.update(zip(keys, islice(found, len(keys)), strict=True))
+            yield
+        finally:
+            for each, before in zip(self._dicts, now, strict=True):
+                each.clear()
+                each.update(before)
 
 
 class States:

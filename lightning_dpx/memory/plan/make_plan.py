@@ -14,7 +14,7 @@ from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
 from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
-from lightning_dpx.memory.plan.solvers.repair import fill
+from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
 from lightning_dpx.memory.profile.data import Profile, SavedValue
 
 _NEAR = 1.35  # times the extra time of the best: a plan that is said to take so much may be faster
@@ -122,8 +122,19 @@ def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Probl
         found = with_replays(original.profile, found[0], budget, chosen.choose)
     if budget is not None and found[0].peak > budget:
         # A refusal says which budget can be met, which takes a search of its own.
-        raise budget_error(profile, budget, _smallest(problems), surely, chosen.name, found[0].peak)
+        smallest = _smallest(problems)
+        if smallest.peak > budget or not isinstance(chosen, AutoPlanner):
+            raise budget_error(profile, budget, smallest, surely, chosen.name, found[0].peak)
+        # That search leads by other ways, and so may end within a budget that was missed.
+        found = [_filled_up(smallest, budget)]
     return original, found
+
+
+def _filled_up(found: Mixed, budget: int) -> Mixed:
+    """The same replays, with as much kept beside them as the budget allows."""
+    problem = found.problem
+    filled = fill(problem, found.choice, budget)
+    return found._replace(choice=hasten(problem, filled, budget, problem.work + HASTENING))
 
 
 def _of_other_sorts(found: Sequence[Mixed], budget: int) -> list[Mixed]:

@@ -205,6 +205,7 @@ class _Replayed:
             given.update(dict.fromkeys(profile.calls[at].given, profile.calls[at].name))
         found = list[SavedValue]()
         lost = dict[int, str]()  # the call without which each cannot be had
+        kept = dict[int, str]()  # likewise, of what is kept for that, and there only once it is saved
         for index, value in enumerate(profile.values):
             holds = self._step.of_name.get(value.name, ()) if value.name else ()
             # Dropped by the replay if all that autograd holds of it is held within replayed calls.
@@ -217,6 +218,9 @@ class _Replayed:
             # What leads through a value that only the replay has can be had by nothing else; and a
             # call that shares a module with a replayed one is not made again for single values.
             call = next((lost[source] for source in value.inputs if source in lost), "")
+            for source in value.inputs:
+                if source in kept and profile.values[source].saved > value.saved:
+                    call = call or kept[source]
             call = call or (_conflict(value, *related) if value.call else "")
             name = names.get(value.name, value.name)
             if value.storage in given and not value.refused:
@@ -228,6 +232,7 @@ class _Replayed:
                     lost[index] = call
                     found.append(value)
                 else:
+                    kept[index] = call
                     found.append(replace(value, name=name, refused=_LEADS_IN.format(repr(call))))
                 continue
             if name != value.name:  # most values stay as they are, and a copy takes time

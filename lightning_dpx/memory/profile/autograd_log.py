@@ -69,7 +69,8 @@ class AutogradLog:
             # was given tells how long this request has used it.
             if times[index] > 1 or index not in self._released:
                 released = self._used.get(event, released)
-            requests.append(Request(event, self.values[index], released, index))
+            # What the graph holds goes with it, which may be when the step is over.
+            requests.append(Request(event, self.values[index], min(released, end), index))
         saved: list[tuple[int, int]] = []
         if max(times.values(), default=0) > 1:
             saved = [(event, self.values[index]) for index, event in enumerate(self._saved) if index in self.values]
@@ -80,5 +81,5 @@ class AutogradLog:
         asked = [-1] * len(self._saved)
         for event, index in reversed(self.asks):  # the first request is the one that remains
             asked[index] = event
-        ends = [self._released.get(index, end) for index in range(len(self._saved))]
+        ends = [min(self._released.get(index, end), end) for index in range(len(self._saved))]
         return asked, ends

@@ -292,7 +292,9 @@ def _full_step(
         # The run without anything kept had other events; what both runs have in common are the
         # operators, so their number is translated into an event of this run.
         last_forward = trace.operators[unused - 1] if unused else None
-        last_use = freed if last_forward is None else last_forward
+        # What outlives the step, as the graph of what the module keeps of it, is no activation: it is
+        # not in the curve, and to drop it would make no room there.
+        last_use = freed if last_forward is None or span.died is None else last_forward
         storages.append(SavedStorage(span.num_bytes, last_use, freed))
     requests, saves = hooks.log.requests(end)
     # A call cannot be made again before it is over, and a replay gives each tensor once: neither

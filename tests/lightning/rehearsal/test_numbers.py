@@ -145,6 +145,92 @@ def test_after_every_batch_they_are_those_of_one_device(
     torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(kind).figures))
 
 
+class CountsBesideRoot(Sums):
+    """The loss is none of slices, and announced; what is counted beside it comes together all the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx).sqrt()
+
+    def kept(self) -> list[Any]:
+        return [self.num_rows, self.num_steps, *self.array]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_what_is_counted_beside_a_loss_that_differs_is_that_of_one_device(
+    hardware: str, own: Any, num_devices: int
+) -> None:
+    with pytest.warns(UserWarning, match="the loss is") as caught:
+        ours = fitted(CountsBesideRoot, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    assert ours.figures == fitted(CountsBesideRoot).figures
+    assert "self.num_rows" not in str(caught[0].message)
+
+
+class Memory(Model):
+    """A place for each sample, which its first feature names; slices change places of their own."""
+
+    def begin(self) -> None:
+        self.times_seen = torch.zeros(100)
+        self.losses = torch.zeros(100)
+        self.averages = torch.zeros(100)
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        places = (rows[:, 0] * 100).round().long().cpu()
+        losses = F.cross_entropy(logits.detach(), labels, reduction="none").cpu()
+        self.times_seen[places] += 1
+        self.losses[places] = losses
+        self.averages[places] = self.averages[places] / 2 + losses
+
+    def kept(self) -> list[Any]:
+        return [*self.times_seen, *self.losses, *self.averages]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_memories_of_all_samples_are_those_of_one_device(hardware: str, own: Any, num_devices: int) -> None:
+    rows = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
+    rows[:, 0] = torch.arange(100) / 100
+    loader = DataLoader(TensorDataset(rows, torch.arange(100) % 3), 20)
+
+    def figures(**options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Memory()
+        make_trainer(**options).fit(model, loader)
+        return torch.tensor(model.figures)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = figures(strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    torch.testing.assert_close(ours, figures())
+    assert not [str(one.message) for one in caught if "not what it is" in str(one.message)]
+
+
+class Histogram(Model):
+    """Each slice of the first batch has labels of its own."""
+
+    def begin(self) -> None:
+        self.counts = torch.zeros(3)
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.counts += torch.bincount(labels.cpu(), minlength=3)
+
+    def kept(self) -> list[Any]:
+        return [*self.counts]
+
+
+def test_elements_that_several_slices_change_later_on_are_announced(caplog: Any) -> None:
+    labels = torch.tensor([0, 0, 0, 2, 1, 1, 0, 1, 2, 0, 1, 2])
+    loader = DataLoader(TensorDataset(torch.randn(12, 8), labels), 4)
+
+    def figures(**options: Any) -> list[list[float]]:
+        model = Histogram()
+        make_trainer(max_epochs=1, **options).fit(model, loader)
+        return model.figures
+
+    with caplog.at_level("INFO"):
+        ours = figures(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert re.search(r"done more in the last batch than when it was checked \(self\.counts\)", caplog.text)
+    assert ours == figures()
+
+
 class Large(Model):
     """Numbers that no tensor holds."""
 
@@ -304,3 +390,36 @@ def test_matrices_of_an_evaluation_are_those_of_one_device(own: Any, num_devices
         ours = matrices(strategy=dpx.DPXStrategy(**own), devices=num_devices)
     assert ours == matrices()
     assert not [str(one.message) for one in caught if "not what it is" in str(one.message)]
+
+
+class Banks(Model):
+    """What a step keeps of each row at the row's own place, of zeros; two epochs write every place twice."""
+
+    def begin(self) -> None:
+        self.latest = torch.zeros(103, 3)
+        self.averages = torch.zeros(103, 3)
+        self.classes = torch.zeros(103, dtype=torch.long)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, places = batch
+        logits = self.net(rows)
+        found = logits.detach().softmax(1).cpu()
+        at = places.cpu()
+        self.latest[at] = found
+        self.averages[at] = self.averages[at] * 0.7 + found * 0.3
+        self.classes[at] = found.argmax(1)
+        target = self.averages[at].to(logits.device)
+        return F.cross_entropy(logits, places % 3) + (logits.softmax(1) - target).square().sum(1).mean()
+
+    def kept(self) -> list[Any]:
+        return [*self.latest.flatten(), *self.averages.flatten(), *self.classes]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_banks_with_a_place_for_every_row_are_those_of_one_device(hardware: str, own: Any, num_devices: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = fitted(
+            Banks, torch.arange(103), strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware
+        )
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(Banks, torch.arange(103)).figures))

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.utils.data import Dataset, Subset
 
+from lightning_dpx.lightning.rehearsal.comparison.observation import state_outside
 from lightning_dpx.lightning.rehearsal.surroundings import Surroundings, is_small_container
 from tests import helpers
 from tests.conftest import make_trainer
@@ -158,6 +160,75 @@ def test_results_that_a_function_had_kept_before_stay() -> None:
     surroundings.restore()
     assert drawn_once(3) is kept
     drawn_once.cache_clear()
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.rows = 0
+
+
+class Records(Callback):
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.by_batch: dict[int, list[float]] = {0: []}
+        self.bank = np.zeros(3)
+        self.sums = torch.zeros(3)
+
+    def note(self) -> None:
+        self.meter.losses.append(1.0)
+        self.meter.rows += 1
+        self.by_batch[0].append(1.0)
+        self.bank[0] += 1
+        self.sums += 1
+
+    def held(self) -> Any:
+        return copy.deepcopy((vars(self.meter), self.by_batch, self.bank.tolist(), self.sums.tolist()))
+
+
+class Rows(Dataset[int]):
+    def __init__(self) -> None:
+        self.records = Records()
+        self.seen: list[tuple[int, str]] = []
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 4
+
+
+class HoldsData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Rows()
+        self.parts = {"first": Subset(Rows(), [0, 1])}
+
+
+def test_what_lies_behind_attributes_of_callbacks_and_data_sets_is_seen_and_put_back() -> None:
+    callback, module = Records(), HoldsData()
+    subset: Any = module.parts["first"].dataset
+    trainer: Any = make_trainer(callbacks=[callback])
+    trainer.history = [{"loss": 1.0}]
+    surroundings = Surroundings(trainer, module)
+    every = [callback, module.rows.records, subset.records]
+    before = ([one.held() for one in every], state_outside(surroundings.values()))
+    for one in every:
+        one.note()
+    for data in (module.rows, subset):
+        data.seen.append((1, "a"))
+    trainer.history.append({"loss": 2.0})
+    now = state_outside(surroundings.values())
+    changed = {path for path, value in now.items() if repr(value) != repr(before[1][path])}
+    assert changed == {
+        "@trainer.callbacks[0].meter", "@trainer.callbacks[0].by_batch", "@trainer.callbacks[0].bank",
+        "@trainer.callbacks[0].sums", "@trainer.history", "@self.rows.records", "@self.rows.seen",
+        "@self.parts['first'].dataset.records", "@self.parts['first'].dataset.seen",
+    }  # fmt: skip
+    surroundings.restore()
+    assert [one.held() for one in every] == before[0]
+    assert module.rows.seen == subset.seen == []
+    assert trainer.history == [{"loss": 1.0}]
 
 
 def test_only_small_containers_of_python_s_own_are_kept() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -509,7 +510,6 @@ _HIDDEN: Any = ModuleType("torch.hidden")  # what installed files keep is not wa
 @pytest.mark.parametrize(
     ("meddle", "message"),
     [
-        (lambda module: module.middle.eval(), r"train\(\) or eval\(\) was called on 'middle' between"),
         (lambda module: nn.init.zeros_(module.middle.scale), "A parameter of 'middle' was changed in place"),
         (lambda module: module.middle.average.add_(1), "Body.average of 'middle' was changed between forward and"),
         (lambda module: module.middle.table.__setitem__(0, 1), "Body.table of 'middle' was changed between forward"),
@@ -531,6 +531,71 @@ def test_a_module_that_was_meddled_with_is_noticed(meddle: Callable[[Any], Any],
     meddle(module)
     with pytest.raises(RuntimeError, match=message):
         loss.backward()
+
+
+class _Scaling(nn.Module):
+    """Scales by a parameter, and in training by a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((64,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = Swing.apply(x * self.scale, 0.5 if self.training else 2.0)
+        return scaled
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda module: module.middle.eval(),
+        lambda module: setattr(module.middle, "scale", nn.Parameter(torch.zeros(64))),
+        lambda module: setattr(module.middle, "0", nn.Identity()),
+    ],
+)
+def test_parts_that_were_exchanged_or_switched_since_are_back_for_the_second_call(meddle: Callable[[Any], Any]) -> None:
+    module, plain, x = make(lambda: (Around(nn.Sequential(_Scaling(), CustomFunction())), torch.randn(ROWS, 64)))
+    module.middle.scale = plain.middle.scale = nn.Parameter(torch.ones(64))
+    plan = smallest(module, x)
+    assert plan.calls
+    dpx.apply_plan(module, plan)
+    gradients = []
+    for subject in (module, plain):
+        loss = subject(x).sum()
+        weights = list(subject.parameters())
+        meddle(subject)
+        after = dict(subject.named_modules()), dict(subject.named_parameters()), subject.middle.training
+        gradients.append(torch.autograd.grad(loss, weights, allow_unused=True))
+        assert after == (dict(subject.named_modules()), dict(subject.named_parameters()), subject.middle.training)
+    assert all(one is other or torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class _Adapting(nn.Module):
+    """Runs its layers with other parameters than their own, as meta-learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted = {name: weight * 1.1 for name, weight in self.layers.named_parameters()}
+        return functional_call(self.layers, adapted, (x,)).square().mean()
+
+
+def test_parameters_that_a_step_computes_and_puts_in_a_module_count_as_long_as_they_are_there() -> None:
+    module, _, x = make(lambda: (_Adapting(), torch.randn(ROWS, 64)))
+    assert profile_module(module, x).peak == pytest.approx(allocated_peak(module, x), abs=64)  # single numbers
+
+
+def test_calls_with_other_parameters_than_those_of_the_plan_have_their_gradients() -> None:
+    module, plain, x = make(lambda: (Around(CustomFunction()), torch.randn(ROWS, 64)))
+    dpx.apply_plan(module, smallest(module, x))
+    gradients = []
+    for subject in (module, plain):
+        weights = {name: (weight.detach() * 1.1).requires_grad_() for name, weight in subject.named_parameters()}
+        loss = functional_call(subject, weights, (x,)).sum()
+        gradients.append(torch.autograd.grad(loss, list(weights.values())))
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_plan_with_calls_can_be_saved_and_edited(tmp_path: Any) -> None:

@@ -90,6 +90,22 @@ def _let_go(module: nn.Module, rows: Tensor) -> Tensor:
     return module(rows).mean() + chosen.sum() * 0.0
 
 
+def _in_a_hook(module: nn.Module, rows: Tensor) -> Tensor:
+    """As deep equilibria are trained: the hook's own graph goes with the loss, when the step is over."""
+    assert isinstance(module, Network)
+    features = module.first(rows)
+    apart = features.detach().requires_grad_()
+    once_more = module.first(apart)
+
+    def solve(gradient: Tensor) -> Tensor:
+        for _ in range(2):
+            gradient = torch.autograd.grad(once_more, apart, gradient, retain_graph=True)[0]
+        return gradient
+
+    features.register_hook(solve)
+    return module.last(features).mean()
+
+
 STEPS = {
     "forces": Step(lambda module, rows: module(rows), Potential),
     "gradient penalty": Step(_penalized),
@@ -97,6 +113,7 @@ STEPS = {
     "at once": Step(_at_once),
     "twice through the same": Step(_twice_through_the_same),
     "in part": Step(_in_part),
+    "in a hook": Step(_in_a_hook),
     "let go": Step(_let_go, drops=False),
 }
 
@@ -154,6 +171,31 @@ def test_what_dies_in_the_forward_is_not_held_by_the_profile() -> None:
     profile = profiled(STEPS["let go"], module, rows)
     plain = profile_step(module, lambda: module(rows).mean(), HOST)
     assert profile.peak < 1.2 * plain.peak
+
+
+class _Keeping(nn.Module):
+    """Keeps a part of its graph until the next forward, as layers keep what an additional loss may be made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.beside = Network(), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        self.kept: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.kept = self.beside(rows)
+        scores: Tensor = self.network(rows)
+        return scores
+
+
+def test_what_the_module_keeps_of_the_graph_for_longer_than_the_step_makes_no_room() -> None:
+    module, rows, step = _Keeping(), torch.randn(256, 64), Step(lambda module, rows: module(rows).mean(), _Keeping)
+    profile = profiled(step, module, rows)
+    assert profile.peak == measured(step, module, rows)[0]
+    plan = plan_profile(module, profile, None)
+    assert plan.dropped
+    assert not any(name.startswith("beside") for name in plan.dropped)
+    apply_plan(module, plan)
+    assert measured(step, module, rows)[0] == plan.peak
 
 
 def test_search_plan_of_a_potential() -> None:

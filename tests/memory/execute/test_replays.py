@@ -19,6 +19,7 @@ from lightning_dpx.memory import plan_profile, profile_module
 from lightning_dpx.memory.apply import applied_plan, forecast_plan
 from lightning_dpx.memory.plan.plan import Decision, fingerprint_of
 from lightning_dpx.memory.plan.replayed_steps import replayed
+from tests.memory.models import Cube
 from tests.memory.steps import train
 
 WIDTH, ROWS = 64, 48
@@ -112,6 +113,27 @@ def test_some_calls_are_replayed_and_values_dropped_elsewhere() -> None:
     calls = by_hand(module, "blocks.0", "blocks.2").decisions
     plan = replace(plan, decisions=(*calls, *plan.decisions))
     assert forecast_plan(profile, plan).peak == plan.peak
+    assert_same(module, x, plan)
+    assert peak(module, x) == pytest.approx(plan.peak, rel=0.002)
+
+
+def _exponential_first(x: Tensor) -> Tensor:
+    shifted = x + 0.5
+    # The exponential is saved before what it is made from.
+    return torch.tanh(shifted.exp()) + torch.sin(shifted.square())
+
+
+def test_what_leads_into_a_replayed_call_by_what_is_saved_only_later_is_kept() -> None:
+    torch.manual_seed(3)
+    blocks: list[nn.Module] = [Block(tail=lambda _, out: torch.tanh(Cube.apply(out))) for _ in range(3)]
+    module, x = Chain(blocks, between=_exponential_first), rows()
+    mixed = replayed(profile_module(module, x), {f"blocks.{number}" for number in range(3)})
+    exponentials = [value for value in mixed.values if value.operator == "ExpBackward0"]
+    assert len(exponentials) == 3
+    for value in exponentials:
+        assert value.refused.startswith("it is made from what only 'blocks.")
+    plan = plan_profile(module, replace(mixed, calls=()), None)
+    plan = replace(plan, decisions=(*all_blocks(module).decisions, *plan.decisions))
     assert_same(module, x, plan)
     assert peak(module, x) == pytest.approx(plan.peak, rel=0.002)
 

@@ -3,9 +3,12 @@
 What a plan is said to take is compared with raw events of ``torch.profiler``, which is not the planner's account.
 """
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
@@ -40,6 +43,40 @@ def test_values_are_made_from_others_that_do_not_stay(name: str) -> None:
     torch.manual_seed(1)
     assert peak_of_passing(lambda: run().backward()) == pytest.approx(plan.peak, rel=0.002)
     assert all(map(torch.equal, expected, (parameter.grad for parameter in module.parameters())))
+
+
+class WaveNet(nn.Module):
+    """Gated convolutions with holes, whose skips are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**number) for number in range(6))
+        self.mixes = nn.ModuleList(nn.Conv1d(8, 16, 1) for _ in range(6))
+        self.last = nn.Conv1d(8, 16, 1)
+
+    def forward(self, sound: Tensor) -> Tensor:
+        skips: Any = 0
+        for number, (gate, mix) in enumerate(zip(self.gates, self.mixes, strict=True)):
+            value, opening = gate(F.pad(sound, (2**number, 0))).chunk(2, 1)
+            more, skip = mix(torch.tanh(value) * torch.sigmoid(opening)).chunk(2, 1)
+            sound = sound + more
+            skips = skips + skip
+        loss: Tensor = self.last(F.relu(skips)).square().mean()
+        return loss
+
+
+def test_a_budget_that_is_kept_with_the_smallest_peak_is_not_refused() -> None:
+    """The search for a budget goes other ways than that for the smallest peak, and may end above it."""
+    torch.manual_seed(0)
+    module, sound = WaveNet(), torch.randn(4, 8, 200, requires_grad=True)
+    profile = profile_module(module, sound)
+    smallest = plan_profile(module, profile, None)
+    assert smallest.peak is not None
+    plan = plan_profile(module, profile, smallest.peak)
+    assert plan.peak is not None
+    assert plan.peak <= smallest.peak
+    with pytest.raises(dpx.PlanError, match="cannot be met by planner='threshold', which reaches"):
+        plan_profile(module, profile, smallest.peak, "threshold")
 
 
 def chain(length: int, *, residual: bool) -> Profile:

@@ -172,8 +172,12 @@ class Comparer:
             start, mine, theirs = (one.get(path) for one in (whole.state_before, whole.state, sliced.state))
             if not relations.same(start, mine) or not relations.same(start, theirs):
                 out.changed.add(path)
+            # Lists outside of the module stay as slices leave them, with an item for each.
+            is_alike = relations.same(mine, theirs)
+            if not is_alike and not path.startswith(OUTSIDE):
+                is_alike = grew_alike(start, mine, theirs, self._tolerance)
             # What no side has changed is no news, so it counts on neither.
-            if relations.same(mine, theirs) or grew_alike(start, mine, theirs, self._tolerance):
+            if is_alike:
                 good += not relations.same(start, mine)
                 continue
             out.apart.add(f"state:{path}")
@@ -189,8 +193,10 @@ class Comparer:
                 rebound.append(_shown(path))
             else:
                 wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))
+        # A data set that the module holds is looked at behind its attribute and as an object of its own.
+        wrong = list(dict.fromkeys(wrong))
         out.counts["changed attribute"] = good
-        out.kept = rebound
+        out.kept = list(dict.fromkeys(rebound))
         out.differences += [("state", text) for text in wrong[:NAMED]]
         if len(wrong) > NAMED:
             out.differences.append(("state", f"{len(wrong) - NAMED} more attributes"))

@@ -7,13 +7,14 @@ import torch
 
 from lightning_dpx.replicas import Weights
 from lightning_dpx.replicas.merging import Rule, Search, as_tensor, compare_trees
-from lightning_dpx.replicas.rebound_numbers import increments
+from lightning_dpx.replicas.rebound_numbers import increments, joined_changes
 from lightning_dpx.replicas.tolerance import Tolerance
 
 _OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")
 _OF_ADDING = ("added", "sum")
 _EXTREMES = ("max", "min", "last")
-SETTING = tuple(Rule(kind=kind) for kind in ("mean", "loss mean", "sum", "max", "min", "last"))
+CHANGES = Rule(kind="changes")
+SETTING = (CHANGES, *(Rule(kind=kind) for kind in ("mean", "loss mean", "sum", "max", "min", "last")))
 
 
 class NumberJudge:
@@ -70,6 +71,10 @@ class NumberJudge:
         name = f"self.{path}"
         found = search.examine(whole, parts, name)
         fitting = [rule for one in found for rule in one.rules if rule.kind in _OF_NUMBERS]
+        changes = joined_changes(parts, before)
+        # Of a memory of all samples each slice changes other elements, whether it sets them or adds to them.
+        if changes is not None and not changes[1] and self._is_alike(whole, changes[0]):
+            fitting.insert(0, CHANGES)
         # From infinity, where running extremes begin, all differences are alike.
         if before is None or not bool(torch.isfinite(as_tensor(before)).all()):
             return fitting

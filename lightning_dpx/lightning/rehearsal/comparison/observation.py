@@ -1,10 +1,11 @@
 """What can be seen of one run of a step: copies of it, which can be compared with another run's later."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
@@ -12,7 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
-from lightning_dpx.python_objects.origin import package_of, runs_steps
+from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
 from lightning_dpx.replicas import ListPlace, StepDraws
 
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
@@ -74,9 +75,11 @@ class Observation:
 
 _LONGEST = 10_000  # items of a container beyond which only their number is compared
 _DEEPEST = 6
+_FEW = 2**16  # elements of a tensor outside of the module that is compared
+_MOST_OUTSIDE = 20_000  # values under one name there
 
 
-def python_state(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+def python_state(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Values that can be compared later, by path: numbers, text, copies of tensors, and containers and objects of them.
 
     Args:
@@ -85,6 +88,16 @@ def python_state(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     freezer = _Freezer()
     # One freezer for all attributes: many of them may lead to the same configuration.
     return {path: freezer.frozen(value, _DEEPEST) for path, value in named}
+
+
+def state_outside(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The same of what is no attribute of the module, such as data sets, as far as that costs little.
+
+    Args:
+        named: Values by path.
+    """
+    # The prefix keeps globals apart from attributes of the same name.
+    return {f"{OUTSIDE}{path}": _OutsideFreezer().frozen(value, _DEEPEST) for path, value in named}
 
 
 class _Freezer:
@@ -130,6 +143,39 @@ class _Freezer:
         if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
             return type(value).__name__
         return {key: self.frozen(item, depth) for key, item in vars(value).items()}
+
+
+class _OutsideFreezer(_Freezer):
+    """Of large tensors and arrays, of objects of other packages, and of what comes after very many values, the class.
+
+    What one step appends or counts is seen all the same: a container that was cut short still has its length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = _MOST_OUTSIDE
+
+    def frozen(self, value: Any, depth: int) -> Any:
+        """What ``value`` holds, through so many containers and objects."""
+        self._left -= 1
+        if _is_large(value) or _is_foreign(value):
+            return type(value).__name__
+        if self._left < 0 and not isinstance(value, str | int | float):
+            return len(value) if isinstance(value, Sized) else type(value).__name__
+        return super().frozen(value, depth)
+
+
+def _is_large(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # Others hold several tensors, or none.
+        return value.layout != torch.strided or value.is_meta or value.numel() > _FEW
+    return isinstance(value, np.ndarray) and (value.size > _FEW or value.dtype.hasobject)
+
+
+def _is_foreign(value: Any) -> bool:
+    if isinstance(value, list | tuple | deque | dict | set | frozenset | torch.Tensor):
+        return False
+    return hasattr(value, "__dict__") and is_installed(type(value).__module__)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

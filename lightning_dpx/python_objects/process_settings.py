@@ -1,0 +1,124 @@
+"""What belongs to the process and not to a thread, and is something else while a step runs.
+
+with sdpa_kernel(SDPBackend.MATH):       what was set before is put back at the end: two threads
+    attended = attention(rows)           that overlap put back what the other one has set
+"""
+
+import inspect
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.python_objects.origin import package_of, without_libraries
+from lightning_dpx.python_objects.reachable import places_of_code
+from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors
+
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SETTINGS: dict[str, Callable[[], object]] = {
+    "torch's default dtype": torch.get_default_dtype,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "flash attention": torch.backends.cuda.flash_sdp_enabled,
+    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "attention by formula": torch.backends.cuda.math_sdp_enabled,
+    "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
+    "cuDNN": lambda: torch.backends.cudnn.enabled,
+    "cuDNN's benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cuDNN's determinism": lambda: torch.backends.cudnn.deterministic,
+    "filters of warnings": lambda: id(warnings.filters),
+    "the standard output": lambda: id(sys.stdout),
+    "the standard error": lambda: id(sys.stderr),
+}
+
+
+class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks, at every operator of a step, at settings of torch and Python, and at what code keeps in globals.
+
+    Of the user's own code these are all globals and attributes of classes that it names. Of an installed package, which
+    may have very many, the containers in those of its files that are at work: what gets items and loses them again
+    within a step (a stack of effect handlers, say) belongs to one thread at a time.
+
+    Args:
+        module: Whose code.
+
+    Attributes:
+        switched: Names of what was something else than before the step.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every call, for a tenth of its time; compiled code runs eagerly in here
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.switched: set[str] = set()
+        self._places = places_of_code(module)
+        self._sizes: dict[int, int] = {}  # the most items that a container had, by id
+        self._containers: list[tuple[str, Any]] = []  # which keeps their ids theirs
+        self._files: dict[int, Any] = {}  # globals of files that were seen at work, by id
+        self._before = self._values()
+        for name, space, key in self._places:
+            self._add(name, _value_of(space, key))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if on_tensors_of_tensors(types):
+            return NotImplemented
+        self._look_at_frames()
+        self.look()
+        return func(*args, **(kwargs or {}))
+
+    def look(self) -> None:
+        """Compares what is set now with what was set before the step."""
+        for name, value in self._values().items():
+            if name not in self._before or self._before[name] != value:
+                self.switched.add(name)
+        for name, container in self._containers:
+            size = len(container)
+            # A memory that only grows is shared by threads without harm.
+            if size < self._sizes[id(container)]:
+                self.switched.add(name)
+            self._sizes[id(container)] = size
+
+    def _values(self) -> dict[str, object]:
+        values = {name: read() for name, read in _SETTINGS.items()}
+        for name, space, key in self._places:
+            value = _value_of(space, key)
+            if isinstance(value, _PLAIN):
+                values[name] = value
+        return values
+
+    def _look_at_frames(self) -> None:
+        own = inspect.currentframe()
+        frame = own.f_back.f_back if own is not None and own.f_back is not None else None
+        while frame is not None:
+            space = frame.f_globals
+            # Here the step was called; what has called that is at work all the time.
+            if package_of(space.get("__name__")) == "lightning_dpx":
+                return
+            if id(space) not in self._files:
+                self._files[id(space)] = space
+                self._add_file(space)
+            frame = frame.f_back
+
+    def _add_file(self, space: dict[str, Any]) -> None:
+        name = space.get("__name__") or "builtins"
+        # Frameworks keep books of their own, and see to their threads.
+        if not without_libraries(frozenset({package_of(name)})):
+            return
+        for key, value in list(space.items()):
+            if not key.startswith("__"):
+                self._add(f"{name}.{key}", value)
+
+    def _add(self, name: str, value: Any) -> None:
+        if type(value) in _CONTAINERS and id(value) not in self._sizes:
+            self._sizes[id(value)] = len(value)
+            self._containers.append((name, value))
+
+
+def _value_of(space: Any, key: str) -> Any:
+    return (vars(space) if isinstance(space, type) else space).get(key)

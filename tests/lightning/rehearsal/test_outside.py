@@ -1,0 +1,148 @@
+"""What steps keep outside of the module, in objects and nested containers: named where slices differ, and in order."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import lightning_dpx as dpx
+from tests.conftest import make_loader, make_trainer
+
+LOSSES: list[tuple[int, float]] = []
+BY_BATCH: dict[int, list[float]] = {}
+LABELS: list[int] = []
+THREADS: list[str] = []
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+
+METER = Meter()
+
+
+class Records(Callback):
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+
+class Rows(Dataset[int]):
+    """A data set that the module holds, and in which its step counts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.labels: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    yield
+    for kept in (LOSSES, LABELS, THREADS, METER.losses):
+        kept.clear()
+    BY_BATCH.clear()
+
+
+class Keeps(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.keep(batch, batch_idx, float(loss.detach()))
+        return loss
+
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class InAListOfPairs(Keeps):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        LOSSES.append((batch_idx, loss))
+
+
+class InListsOfADict(Keeps):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        BY_BATCH.setdefault(batch_idx, []).append(loss)
+
+
+class InAnObject(Keeps):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        METER.losses.append(loss)
+
+
+class InAnObjectOfACallback(Keeps):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        self.trainer.callbacks[0].meter.losses.append(loss)  # type: ignore[attr-defined]
+
+
+class InADataSet(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Rows()
+
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        self.rows.steps += 1
+
+
+class LabelsInADataSet(InADataSet):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        self.rows.labels += batch[1].tolist()
+
+
+class LabelsInAGlobal(Keeps):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None:
+        LABELS.extend(batch[1].tolist())
+        THREADS.extend([threading.current_thread().name] * len(batch[1]))  # as many as on one device
+
+
+def fit(kind: type[LightningModule], execution: str = "") -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    where = {"devices": 2, "strategy": dpx.DPXStrategy(execution=execution)} if execution else {}
+    make_trainer(max_epochs=1, callbacks=[Records()], **where).fit(model, make_loader(24, 8))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (InAListOfPairs, "LOSSES"),
+        (InListsOfADict, "BY_BATCH.0"),
+        (InAnObject, "METER.losses"),
+        (InAnObjectOfACallback, r"trainer.callbacks\[0\].meter.losses"),
+        (InADataSet, "self.rows.steps"),
+    ],
+)
+def test_what_slices_do_not_keep_as_one_device_does_is_named(kind: type[Keeps], name: str) -> None:
+    with pytest.warns(UserWarning, match=rf"is not what it is on one device: {name} is"):
+        fit(kind, "inline")
+
+
+def test_a_rehearsal_leaves_nothing_in_a_data_set_that_the_module_holds() -> None:
+    assert fit(LabelsInADataSet, "inline").rows.labels == fit(LabelsInADataSet).rows.labels
+
+
+def test_threads_take_turns_where_a_step_writes_outside_of_the_module() -> None:
+    fit(LabelsInAGlobal, "threads")
+    labels = list(LABELS)
+    assert set(THREADS) == {threading.main_thread().name}
+    LABELS.clear()
+    fit(LabelsInAGlobal)
+    assert labels == LABELS

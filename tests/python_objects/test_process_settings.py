@@ -1,0 +1,110 @@
+"""Settings of the process that a step changes and puts back are seen, at its operators."""
+
+import io
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_dpx.python_objects.process_settings import SettingsWatch
+
+HANDLERS = list[str]()
+CACHE = dict[int, torch.Tensor]()
+
+
+class Mode:
+    """A flag that libraries keep at a class."""
+
+    is_fast = False
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextmanager
+def fast() -> Iterator[None]:
+    Mode.is_fast = True
+    yield
+    Mode.is_fast = False
+
+
+@contextmanager
+def handling() -> Iterator[None]:
+    HANDLERS.append("handler")
+    yield
+    HANDLERS.pop()
+
+
+class Net(nn.Module):
+    def __init__(self, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        known = CACHE.setdefault(len(rows), rows)
+        with self.context():
+            rows = rows + known
+        return rows * (1 + Mode.is_fast + len(HANDLERS))
+
+
+def seen_in(context: Callable[[], Any]) -> set[str]:
+    CACHE.clear()
+    net = Net(context)
+    watch = SettingsWatch(net)
+    rows = torch.ones(2)
+    with watch:
+        net(rows)
+        torch.relu(rows)  # after the context has been left
+    watch.look()
+    return watch.switched
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (lambda: sdpa_kernel(SDPBackend.MATH), {"flash attention", "memory-efficient attention"}),
+        (lambda: default_dtype(torch.float64), {"torch's default dtype"}),
+        (warnings.catch_warnings, {"filters of warnings"}),
+        (lambda: redirect_stdout(io.StringIO()), {"the standard output"}),
+        (fast, {"Mode.is_fast"}),
+        (handling, {"HANDLERS"}),
+        (torch.no_grad, set()),  # a thread's own
+    ],
+)
+def test_what_is_set_while_an_operator_runs_is_seen(context: Callable[[], Any], expected: set[str]) -> None:
+    found = seen_in(context)
+    assert expected <= found
+    assert expected or not found, "a cache that grows does no harm"
+
+
+def test_a_stack_of_a_package_that_the_users_code_does_not_name_is_seen() -> None:
+    package = types.ModuleType("handlers_of_effects")
+    code = """
+STACK = []
+KNOWN = {}
+
+def handled(rows):
+    KNOWN[len(KNOWN)] = rows
+    STACK.append(rows)
+    rows = rows * 2
+    STACK.pop()
+    return rows + 1
+"""
+    exec(code, vars(package))
+    net = Net(torch.no_grad)
+    net.step = package.handled
+    watch = SettingsWatch(net)
+    with watch:
+        net.step(torch.ones(2))
+    assert watch.switched == {"handlers_of_effects.STACK"}
