@@ -87,6 +87,7 @@ class PythonState:
         self._expected: dict[int, list[dict[str, Any]]] = {}
         self._watches = self._new_watches()
         self._hooks = [_users_hooks(child) for child in self._modules[0]]
+        self._hooks_are_outdated = False  # they may capture containers of which replicas have got their own since
         self.note_hooks_of_parameters()
         if not self._others:
             return
@@ -98,6 +99,8 @@ class PythonState:
                     attributes = vars(self._modules[replica.index][index])
                     if key in attributes:
                         self._pair((index, key), replica.index, value, attributes[key])
+        # What was mirrored until here was copied together with the hooks.
+        self._hooks_are_outdated = False
         for replica in self._others:
             self._expected[replica.index] = [self._own(child) for child in self._modules[replica.index]]
 
@@ -267,6 +270,8 @@ class PythonState:
         if self._several_devices and self._begun:
             self._memos = {}
             self._send_new_containers()
+            if self._hooks_are_outdated:
+                self._send_changed_hooks()
 
     def wrote_shared(self) -> bool:
         """Whether the step that is under way changed a container that all replicas share."""
@@ -355,6 +360,8 @@ class PythonState:
             self._mirrored.setdefault(attribute, set()).add(id(mine))
             if id(mine) not in self._mirrors:
                 self._mirrors[id(mine)] = make_mirror(mine)  # holds it, so that its id stays its own
+            self._hooks_are_outdated = True
+            self._memos.pop(replica, None)  # which does not know it
             self._mirrors[id(mine)].add(replica, theirs)
 
     def _is_boundary(self, value: Any) -> bool:
@@ -472,9 +479,10 @@ class PythonState:
     def _send_changed_hooks(self) -> None:
         for index, child in enumerate(self._modules[0]):
             hooks = _users_hooks(child)
-            if hooks != self._hooks[index]:
+            if hooks != self._hooks[index] or (hooks and self._hooks_are_outdated):
                 self._hooks[index] = hooks
                 self._send_hooks(index, hooks)
+        self._hooks_are_outdated = False
 
     def _send_hooks(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
         child = self._modules[0][index]

@@ -30,7 +30,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device, device_beside
 from lightning_dpx.errors import ReplicationError, describe_error
-from lightning_dpx.python_objects.object_graph import ObjectGraph, is_module_or_parameter, is_tensor_or_module
+from lightning_dpx.python_objects.object_graph import (
+    ATOMS,
+    ObjectGraph,
+    children_of_object,
+    is_module_or_parameter,
+    is_tensor_or_module,
+)
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.replicas.parameter_hooks import is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
@@ -331,13 +337,17 @@ def prepare_memo(
     def stops(value: Any) -> bool:
         return id(value) in known or is_boundary(value)
 
+    def has_own(value: Any) -> bool:
+        # A container that a replica got when tensors came into it: a function that captures it must lead there.
+        return is_tensor_or_module(value) or memo.get(id(value), value) is not value
+
     # Three walks: what leads to tensors and modules; what modules beside the structure hold (kept
     # in a list, say), whose tensors follow the first replica's; and what is copied whole.
-    rest = ObjectGraph(is_tensor_or_module, stops)
+    rest = ObjectGraph(has_own, stops)
     rest.walk(shared)
-    hidden = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
+    hidden = ObjectGraph(has_own, stops, descend=_is_module)
     hidden.walk(value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value))
-    whole = ObjectGraph(is_tensor_or_module, stops, descend=lambda value: isinstance(value, nn.Module))
+    whole = ObjectGraph(has_own, stops, descend=_is_module)
     whole.walk([*private, *hidden.objects.values()])
     # Ids are good as long as their objects live: the memo holds the walks, which hold the objects.
     memo[id(rest)] = rest
@@ -355,12 +365,8 @@ def prepare_memo(
             memo[key] = value
     # Functions are made empty, then the modules get their states, then the functions what they
     # capture: either may lead to the other, and deepcopy finds what the memo has.
-    functions = _Functions(memo)
     unknown = {key: value for key, value in (rest.objects | whole.objects).items() if key not in memo}
-    for key, value in unknown.items():
-        # Adding a function that keeps its results has added the one that it wraps.
-        if key in leading and key not in memo:
-            functions.add(value)
+    functions = _make_functions(memo, unknown, leading | _functions_that_keep(whole.objects))
     references = [value for value in unknown.values() if isinstance(value, weakref.ref)]
     if references:
         _copy_references(memo, references, _held_strongly([*shared, *private], stops))
@@ -592,6 +598,31 @@ class _Functions:
             duplicate.__doc__ = function.__doc__
             duplicate.__module__ = function.__module__
             duplicate.__dict__.update(copy.deepcopy(function.__dict__, self._memo))
+
+
+def _make_functions(memo: Memo, unknown: Mapping[int, Any], copied: Collection[int]) -> _Functions:
+    """Empty counterparts of those functions among ``unknown`` objects whose ids are in ``copied``."""
+    functions = _Functions(memo)
+    for key, value in unknown.items():
+        # Adding a function that keeps its results has added the one that it wraps.
+        if key in copied and key not in memo:
+            functions.add(value)
+    return functions
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _functions_that_keep(objects: Mapping[int, Any]) -> set[int]:
+    """The ids of functions with variables of another one, or with defaults such as a list, which they may write."""
+    found: set[int] = set()
+    for key, value in objects.items():
+        if not isinstance(value, types.FunctionType):
+            continue
+        if value.__closure__ or not ATOMS.issuperset(map(type, children_of_object(value))):
+            found.add(key)
+    return found
 
 
 def _is_filled(cell: types.CellType) -> bool:

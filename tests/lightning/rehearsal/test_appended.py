@@ -206,3 +206,54 @@ def test_another_number_of_items_than_was_seen_is_announced_and_left() -> None:
     with pytest.warns(UserWarning, match=r"self\.losses has one item of each slice from here on.*1 items were"):
         trainer.fit(model, data)
     assert len(model.losses) == 2
+
+
+class CollectsByHooks(LightningModule):
+    """Hooks keep what they see in variables that they capture, two of which are attributes as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        means = self.means = list[float]()
+        features = self.features = dict[str, torch.Tensor]()
+        num_rows = 0
+
+        def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            nonlocal num_rows
+            num_rows += len(output)
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor, kept: list[float] = means) -> None:
+            kept.append(output.mean().item())
+            features["logits"] = output
+
+        self.net.register_forward_hook(count)
+        self.net.register_forward_hook(keep)
+        self.read = lambda: num_rows
+        self.figures: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        self.net(rows)
+        loss = F.cross_entropy(self.features["logits"], labels)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.figures += [float(outputs["loss"]), self.means[-1], float(len(self.means)), float(self.read())]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("own", "num_devices"), [*WAYS, pytest.param({"execution": "inline"}, 3, id="inline-3")])
+def test_what_hooks_keep_in_their_closures_is_that_of_one_device(hardware: str, own: Any, num_devices: int) -> None:
+    data = TensorDataset(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3)
+
+    def figures(**options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = CollectsByHooks()
+        make_trainer(**options).fit(model, DataLoader(data, 8))
+        return torch.tensor(model.figures)
+
+    ours = figures(strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
+    torch.testing.assert_close(ours, figures())
