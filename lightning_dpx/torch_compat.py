@@ -215,6 +215,7 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch.nn.Module()._forward_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
     "torch.nn.Module()._forward_pre_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
     "torch.nn.Module()._backward_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
+    "torch.nn.Module()._backward_pre_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
     "torch.nn.Module()._forward_hooks_with_kwargs": PrivateName(
         why=_HOOKS_OF_MODULES, without="hooks lose their keyword arguments"
     ),
@@ -385,6 +386,7 @@ forward_pre_hooks_with_kwargs: Callable[[torch.nn.Module], dict[int, bool]] = at
     "_forward_pre_hooks_with_kwargs"
 )
 forward_hooks_always_called: Callable[[torch.nn.Module], dict[int, bool]] = attrgetter("_forward_hooks_always_called")
+backward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_backward_pre_hooks")
 backward_hooks_of: Callable[[Any], dict[int, Any] | None] = attrgetter("_backward_hooks")
 post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 apply_to_tensors = torch.nn.Module._apply
@@ -662,9 +664,10 @@ __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "COLLECTIVES", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
     "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor",
     "FakeTensorMode", "OpOverload", "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES", "PrivateName",
-    "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "buffers_of", "check_input_dim",
-    "compile_backends", "compiled_call_of", "current_function_mode", "current_graph_task_id", "default_store",
-    "disable_current_modes", "dynamo_config", "end_legacy_profiler", "engine_code", "execution_engine", "fake_store",
+    "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "backward_pre_hooks_of",
+    "buffers_of", "check_input_dim", "compile_backends", "compiled_call_of", "current_function_mode",
+    "current_graph_task_id", "default_store", "disable_current_modes", "dynamo_config", "end_legacy_profiler",
+    "engine_code", "execution_engine", "fake_store",
     "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_",
     "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs",
     "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes",

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.lightning.lightning_api import Strategy, Trainer
+from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.python_objects.object_graph import ObjectGraph
-from lightning_dpx.replicas.parameter_hooks import is_ours
 from lightning_dpx.torch_compat import post_accumulate_hooks_of
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_dpx.python_objects.module_hooks import HooksOfOthers
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
 from lightning_dpx.torch_compat import (
@@ -168,6 +169,8 @@ class Reach:
 def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = None) -> Iterator[CopyOnWrite]:
     """What runs in here leaves ``module`` as it was: parameters, buffers, gradients, attributes and what they hold.
 
+    Hooks as well, but for those of this package, which come and go by themselves.
+
     Random generators of the process, of the devices in question and of the module continue as if nothing had been
     drawn. Objects whose state Python cannot see, such as iterators and files, stay where the run leaves them.
 
@@ -191,6 +194,7 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     for part in parts:
         held += [tensor for tensor in parameters_of(part).values() if tensor is not None]
         buffers += [tensor for tensor in buffers_of(part).values() if tensor is not None]
+    hooks = HooksOfOthers(owners, held)
     # Parameters are copied when something writes to them and not before: a large model has no room
     # for a second one.
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
@@ -219,6 +223,7 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
         for parameter, gradient in gradients:
             parameter.grad = gradient
         initialised = {id(part) for part, kind in zip(parts, types, strict=True) if type(part) is not kind}
+        hooks.put_back(initialised)
         for part, parameters, statistics in own:
             if id(part) not in initialised:  # a lazy module has its tensors from now on
                 _put_in(parameters_of(part), parameters)

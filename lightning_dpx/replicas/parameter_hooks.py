@@ -1,12 +1,11 @@
 """Notices that the user's code has put hooks on parameters, or has taken them off, since replicas were made."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
 
 
@@ -56,12 +55,3 @@ class ParameterHooks:
             if own:
                 found[index] = own
         return found
-
-
-def is_ours(hook: Any) -> bool:
-    """Whether this package has put ``hook`` there, and not the user's code."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    owner = getattr(hook, "__self__", None)
-    kind = hook if owner is None else type(owner)
-    return (getattr(kind, "__module__", "") or "").startswith("lightning_dpx.")

@@ -27,11 +27,12 @@ from torch import nn
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import ReplicationError, WholeBatchError
+from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE, slot_contents
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
-from lightning_dpx.replicas.parameter_hooks import ParameterHooks, is_ours
+from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, modules_without, prepare_memo

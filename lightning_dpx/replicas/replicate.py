@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device, device_beside
 from lightning_dpx.errors import ReplicationError, describe_error
+from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.python_objects.object_graph import (
     ATOMS,
     ObjectGraph,
@@ -38,7 +39,6 @@ from lightning_dpx.python_objects.object_graph import (
     is_tensor_or_module,
 )
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
-from lightning_dpx.replicas.parameter_hooks import is_ours
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
