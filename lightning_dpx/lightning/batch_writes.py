@@ -152,7 +152,8 @@ class BatchWrites:
             return
         parts = _plain_tensors(batch)
         if parts is None:
-            marks = {path: _Mark.of(value) for path, value in _parts(batch, self._shown, ())}
+            named = _parts(batch, self._shown, (), of_hooks=not is_as_loaded)
+            marks = {path: _Mark.of(value) for path, value in named}
             objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}
             given = _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects)
         else:
@@ -179,7 +180,14 @@ class BatchWrites:
         # One slice has all rows: the object that it has written is the one that hooks find.
         if len(given) > 1 and (problem := next(filter(None, map(_written_object, given)), None)) is not None:
             return problem
-        now = [dict(_parts(one.batch, self._shown, ())) for one in given]
+        # Only hooks of the user's make another kind of container of a batch, and there is no place
+        # for that in the one that other hooks have got.
+        rows = sum(one.batch_slice.num_rows for one in given)
+        if not given[0].is_as_loaded:
+            problem = _other_kind(self._shown, given[0].batch, (rows, given[0].batch_slice.num_rows), "batch")
+            if problem is not None:
+                return problem
+        now = [dict(_parts(one.batch, self._shown, (), of_hooks=not one.is_as_loaded)) for one in given]
         # A path that one slice has written is taken from all of them, as the others have
         # its other rows.
         paths = dict.fromkeys(path for one, parts in zip(given, now, strict=True) for path in _written(one, parts))
@@ -193,7 +201,6 @@ class BatchWrites:
             except GatherError as error:
                 return f"{name}: {error}"
             self._put(path, whole)
-        rows = sum(one.batch_slice.num_rows for one in given)
         for path in paths:
             start = self._of_all_rows(path, rows)
             for place, value in _all_leaves(_at(self._shown, start), start):
@@ -375,16 +382,68 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
     return children
 
 
-def _parts(node: Any, shown: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The parts of a slice that are put together one by one; ``shown`` is the same place of the whole batch."""
+def _parts(node: Any, shown: Any, path: Path, *, of_hooks: bool) -> Iterator[tuple[Path, Any]]:
+    """The parts of a slice that are put together one by one; ``shown`` is the same place of the whole batch.
+
+    Args:
+        node: Of the slice.
+        shown: Of the whole batch.
+        path: To both.
+        of_hooks: Whether hooks have made the slice's batch, such as a tuple of the tensors in a list.
+    """
     # What the whole batch does not have was made by the step, and is put together as one value.
     children = None if isinstance(node, torch.Tensor) or shown is _MISSING else _children(node)
-    is_sequence = isinstance(node, Sequence) and not hasattr(node, "_fields")
-    if children is None or (is_sequence and (type(node) is not type(shown) or len(node) != len(shown))):
+    if children is None or not (_is_same_sequence(node, shown) or (of_hooks and _takes_items(shown, node))):
         yield path, node  # with a row for each item, or made by the step
         return
     for key, child in children:
-        yield from _parts(child, _child(shown, key), (*path, key))
+        yield from _parts(child, _child(shown, key), (*path, key), of_hooks=of_hooks)
+
+
+def _is_same_sequence(node: Any, shown: Any) -> bool:
+    """Whether two sequences are of one class and length; true of everything else."""
+    is_sequence = isinstance(node, Sequence) and not hasattr(node, "_fields")
+    return not is_sequence or (type(node) is type(shown) and len(node) == len(shown))
+
+
+def _takes_items(shown: Any, made: Any) -> bool:
+    """Whether a list or tuple has a place for each item of another one; a list may grow."""
+    if type(shown) not in (list, tuple) or type(made) not in (list, tuple):
+        return False
+    return len(made) == len(shown) or (type(shown) is list and len(made) > len(shown))
+
+
+def _other_kind(shown: Any, made: Any, rows: tuple[int, int], name: str) -> str | None:
+    """Where hooks of the transfer made another kind of container than there was, or left out items, in words.
+
+    Args:
+        shown: As loaded.
+        made: By the hooks, of a slice.
+        rows: Of the batch, and of the slice.
+        name: Of the place.
+    """
+    if _kind(shown) != _kind(made):
+        return f"{name} is a {type(shown).__name__} as loaded, and hooks of its transfer make a {type(made).__name__}."
+    if isinstance(shown, torch.Tensor):
+        return None
+    if _kind(shown) == _SEQUENCES and (len(shown), len(made)) != rows and not _takes_items(shown, made):
+        return f"{name} has {len(shown)} items as loaded, and {len(made)} after the hooks of its transfer."
+    for key, child in _children(shown) or ():
+        other = _child(made, key)
+        if other is not _MISSING and (problem := _other_kind(child, other, rows, f"{name}.{key}")) is not None:
+            return problem
+    return None
+
+
+_SEQUENCES = list | tuple
+
+
+def _kind(value: Any) -> type:
+    for kind in (torch.Tensor, MutableMapping, _SEQUENCES):
+        if isinstance(value, kind) and not hasattr(value, "_fields"):
+            return kind  # type: ignore[return-value]
+    # Of anything else, such as a number or a text, hooks may make what they like.
+    return type(value) if children_of(value) is not None else object
 
 
 def _all_leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -111,6 +111,39 @@ class OnItsWay(IntoATuple):
         return batch[0] * 3, batch[1] - 1
 
 
+class FromAList(OnItsWay):
+    """The loader gives a list, as torch's own collate function does, and the hook a tuple."""
+
+
+class WithAnItemMore(FromAList):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * 3, batch[1], batch[0] > 0
+
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch[0] * batch[2]
+
+
+class IntoAnotherKind(OnItsWay):
+    """Hooks after the step do not find the dict, but the batch as loaded."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0] * 3}
+
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch["x"]
+
+    def look(self, batch: Any) -> list[Any]:
+        return []
+
+
+class WithAnItemLess(IntoAnotherKind):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0] * 3,)
+
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch[0]
+
+
 class ThroughACallback(IntoADict):
     """Its own hooks do not look, those of a callback do."""
 
@@ -158,7 +191,8 @@ def batches(kind: type[Writes]) -> list[Any]:
         x, y = torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
         boxes = [{"boxes": torch.randn(4, generator=generator)} for _ in range(rows)]
         made.append({"x": x, "y": y, "name": [str(row) for row in range(rows)]} if issubclass(kind, IntoADict) else
-                    {"x": x, "rows": boxes} if kind is IntoRows else x if kind is IntoATensor else (x, y))  # fmt: skip
+                    {"x": x, "rows": boxes} if kind is IntoRows else x if kind is IntoATensor else
+                    [x, y] if issubclass(kind, FromAList) else (x, y))  # fmt: skip
     return made
 
 
@@ -179,7 +213,18 @@ def of_one_device(kind: type[Writes]) -> dict[str, torch.Tensor]:
     return outcome(kind)
 
 
-KINDS = [IntoADict, IntoATuple, IntoATensor, IntoRows, OnItsWay, ThroughACallback, SeveralTimes, ByHand]
+KINDS = [
+    IntoADict,
+    IntoATuple,
+    IntoATensor,
+    IntoRows,
+    OnItsWay,
+    FromAList,
+    WithAnItemMore,
+    ThroughACallback,
+    SeveralTimes,
+    ByHand,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,6 +259,20 @@ def test_what_cannot_be_put_together_makes_batches_whole() -> None:
     with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole.*{message}"):
         ours = outcome(OnSomeSlices, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
     assert_equal(ours, of_one_device(OnSomeSlices))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (IntoAnotherKind, "batch is a tuple as loaded, and hooks of its transfer make a dict"),
+        (WithAnItemLess, "batch has 2 items as loaded, and 1 after the hooks of its transfer"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:dpx. validation_step gets all of its batches whole")
+def test_what_hooks_of_the_transfer_make_and_has_no_place_makes_batches_whole(kind: Any, problem: str) -> None:
+    with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole.*{problem}"):
+        ours = outcome(kind, strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    assert_equal(ours, of_one_device(kind))
 
 
 class Molecules:
