@@ -29,12 +29,13 @@ from lightning_dpx.replicas.lanes import Execution, Lanes
 from lightning_dpx.replicas.merging import Weights
 from lightning_dpx.replicas.micro_batches import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
-from lightning_dpx.replicas.python_state import PythonState, StateFingerprint
+from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
 from lightning_dpx.replicas.stage_habits import StageHabits
+from lightning_dpx.replicas.stage_watch import StageWatch
 from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.workers import Outcome, Task
@@ -387,18 +388,18 @@ class ReplicaSet:
             lanes.release_cores()
         # In line, replicas draw and write in the order of one device: there is nothing to learn.
         before = self.habits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
-        # It looks at everything that the module leads to, so it is taken only while the stage
-        # takes turns, when what it finds decides whether threads may run the stage.
-        state: StateFingerprint | None = None
+        # Only while the stage takes turns, when what is found decides whether threads may run it.
+        watch: StageWatch | None = None
         if in_turns and len(slices) > 1:
-            state = StateFingerprint(self.root.module, self._rules.by_reference)
+            watch = StageWatch(self.root.module, self._rules.by_reference)
         # First of all: the ranks of the tasks keep the slot, so it must be that of this run.
         slot = lanes.open_slot()
         tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not lanes.in_threads)
         if self.partition.has_micro_batches:
             lanes.expect_micro_batches([batch_slice.replica.device for batch_slice in slices])
         try:
-            values = lanes.executor(in_turns=in_turns).run(tasks, slot)
+            with watch or _NOTHING:
+                values = lanes.executor(in_turns=in_turns).run(tasks, slot)
         except BaseException as error:
             # Autograd's threads may still be at work for this step, and write into the module.
             interrupted = slot.abandoned or isinstance(error, KeyboardInterrupt)
@@ -408,7 +409,7 @@ class ReplicaSet:
             self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
             self._note_draws(stage, in_turns, self.habits.draws.has_drawn(before))
-            self._note_writes(stage, in_turns, state)
+            self._note_writes(stage, in_turns, watch)
         return values
 
     def _tasks(
@@ -523,13 +524,13 @@ class ReplicaSet:
         if self.partition.trains_apart:
             self.partition.merges_in_training = True
 
-    def _note_writes(self, stage: str, in_turns: bool, state: StateFingerprint | None) -> None:
-        """What the stage wrote of the Python state that replicas share; ``state`` is from before it took turns."""
-        changed = False
-        if state is not None:
-            changed, has_new = state.compare()
+    def _note_writes(self, stage: str, in_turns: bool, watch: StageWatch | None) -> None:
+        """What the stage wrote of what its replicas share; ``watch`` has looked at it while it took turns."""
+        needs_order = False
+        if watch is not None:
+            needs_order, has_new = watch.compare()
             self.habits.note_new_state(stage, training=self.root.module.training, has_new=has_new)
-        if not changed and not self.python_state.wrote_shared():
+        if not needs_order and not self.python_state.wrote_shared():
             return
         if not in_turns:
             ordered = "take their slices as one" if self.partition.trains_apart else "take turns"

@@ -1,5 +1,7 @@
-"""``execution="auto"`` on one CPU: threads for large operators, with the results of one device."""
+"""Threads for large operators, chosen or asked for, with the results of one device."""
 
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.devices import num_usable_cpus
-from tests.conftest import assert_equal, make_trainer, run
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, run
 
 pytestmark = pytest.mark.skipif(num_usable_cpus() < 2, reason="threads need a core for every replica")
 
@@ -105,3 +107,22 @@ def test_random_numbers_that_come_late_end_the_threads_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="from here on they take their slices as one"):
         seen = run(build(late=1), loader(), strategy=dpx.DPXStrategy(), devices=2)
     assert seen["logged/rows_epoch"] == 16
+
+
+NAMES: SimpleQueue[str] = SimpleQueue()  # of threads; nobody looks into it, as into a list that steps share
+
+
+class Slope(Classifier):
+    """Differentiates in forward mode, of which the process has one level."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        NAMES.put(threading.current_thread().name)
+        _, slope = torch.func.jvp(self.net, (batch[0],), (torch.ones_like(batch[0]),))
+        return F.cross_entropy(self.net(batch[0]), batch[1]) + slope.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_steps_in_threads_take_turns_where_they_differentiate_in_forward_mode() -> None:
+    trainer = make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="threads"), devices=2)
+    trainer.fit(Slope(), make_loader(), make_loader())
+    assert {NAMES.get() for _ in range(NAMES.qsize())} == {threading.main_thread().name}
