@@ -253,7 +253,7 @@ class Session(Run):
         """Replicas with shifted parts are not made anew, so what a new hook does to gradients the first one does."""
         name = self.replicas.structure.name_with_other_hooks
         if name is not None:
-            self.replicas.python_state.note_hooks_of_parameters()
+            self.replicas.python_state.hooks.accept_those_of_parameters()
             reason = f"Parameter {name} got or lost a hook, which replicas with shifted parts cannot follow."
             self.whole_batches.give_whole("training_step", reason, "Register hooks before fit.")
 

@@ -14,34 +14,28 @@ The cost of a step grows with the number of attributes, not with what they hold.
 import copy
 import operator
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import ReplicationError, WholeBatchError
-from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
-from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE, slot_contents
+from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
-from lightning_dpx.replicas.mirrors import Mirror, has_attributes, make_mirror, mirrored_pairs
-from lightning_dpx.replicas.parameter_hooks import ParameterHooks
+from lightning_dpx.replicas.hook_copies import HookCopies
+from lightning_dpx.replicas.mirrors import Mirror, make_mirror, mirrored_pairs
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, modules_without, prepare_memo
+from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, prepare_memo
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_READERS = tuple(map(operator.attrgetter, _HOOKS))
-_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _MISSING = object()
 _SMALL = 64  # items up to which a shared container is watched item by item; beyond, by its length
 _FEW = 2**16  # elements of a tensor that is copied to other replicas whether they use it or not
@@ -59,6 +53,7 @@ class PythonState:
 
     Attributes:
         unseen: What steps change.
+        hooks: Those of the user, on the first replica's submodules and parameters.
     """
 
     def __init__(
@@ -87,9 +82,7 @@ class PythonState:
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
         self._watches = self._new_watches()
-        self._hooks = [_users_hooks(child) for child in self._modules[0]]
-        self._hooks_are_outdated = False  # they may capture containers of which replicas have got their own since
-        self.note_hooks_of_parameters()
+        self.hooks: HookCopies = HookCopies(self._root, self._modules, self._translated_hook)
         if not self._others:
             return
         for index, child in enumerate(self._modules[0]):
@@ -101,7 +94,7 @@ class PythonState:
                     if key in attributes:
                         self._pair((index, key), replica.index, value, attributes[key])
         # What was mirrored until here was copied together with the hooks.
-        self._hooks_are_outdated = False
+        self.hooks.are_outdated = False
         for replica in self._others:
             self._expected[replica.index] = [self._own(child) for child in self._modules[replica.index]]
 
@@ -124,10 +117,7 @@ class PythonState:
         modules = self._modules[0]
         for index in self._watches[0].suspects():
             self._send_attributes(index, modules[index])
-        # Asked for every module in every step, so by attrgetters, without a Python frame for each.
-        # The first part is for hooks that were there and have been removed since.
-        if any(self._hooks) or any(any(map(reader, modules)) for reader in _HOOK_READERS):
-            self._send_changed_hooks()
+        self.hooks.follow()
         for replica in self._others:
             self._restore(replica)
         # Only now: what was rebound has been noted on the way, by _send and by _restore.
@@ -150,7 +140,7 @@ class PythonState:
         if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
             for replica in self._others:
                 replica.refresh()
-        self._check_hooks_of_parameters()
+        self.hooks.check_parameters()
 
     def _send_attributes(self, index: int, child: nn.Module) -> None:
         """What was set or deleted on the user's submodule goes to its counterparts."""
@@ -271,8 +261,8 @@ class PythonState:
         if self._several_devices and self._begun:
             self._memos = {}
             self._send_new_containers()
-            if self._hooks_are_outdated:
-                self._send_changed_hooks()
+            if self.hooks.are_outdated:
+                self.hooks.follow()
 
     def wrote_shared(self) -> bool:
         """Whether the step that is under way changed a container that all replicas share."""
@@ -361,7 +351,7 @@ class PythonState:
             self._mirrored.setdefault(attribute, set()).add(id(mine))
             if id(mine) not in self._mirrors:
                 self._mirrors[id(mine)] = make_mirror(mine)  # holds it, so that its id stays its own
-            self._hooks_are_outdated = True
+            self.hooks.are_outdated = True
             self._memos.pop(replica, None)  # which does not know it
             self._mirrors[id(mine)].add(replica, theirs)
 
@@ -391,6 +381,10 @@ class PythonState:
             return copied
 
         return self._copied(value, memo, place)
+
+    def _translated_hook(self, index: int, hook: Any) -> Any:
+        replica = next(replica for replica in self._others if replica.index == index)
+        return self._translated(replica, hook, lazily=True)
 
     def _translated_back(self, replica: Replica, value: Any) -> Any:
         """``value`` of ``replica`` for the root."""
@@ -437,21 +431,6 @@ class PythonState:
 
     # ---- structure and hooks ----
 
-    def note_hooks_of_parameters(self) -> None:
-        """Accepts the hooks that parameters have now; it has been seen to that they do no harm."""
-        self._parameter_hooks = ParameterHooks(self._root.parameters)
-
-    def _check_hooks_of_parameters(self) -> None:
-        index = self._parameter_hooks.added()
-        if index is None:
-            return
-        parameter = self._root.parameters[index]
-        name = next(name for name, other in self._root.module.named_parameters() if other is parameter)
-        raise ReplicationError(
-            f"Parameter {name} got a hook after setup, which would see the gradient of one replica only; "
-            "register it before fit (configure_model), so that every replica has it."
-        )
-
     def _check_modules(self) -> None:
         mine, theirs = (dict(replica.module.named_modules()) for replica in (self._root, self._others[0]))
         for name in [*mine, *(name for name in theirs if name not in mine)]:
@@ -476,31 +455,6 @@ class PythonState:
 
     def _own(self, child: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in vars(child).items() if key not in self._private}
-
-    def _send_changed_hooks(self) -> None:
-        for index, child in enumerate(self._modules[0]):
-            hooks = _users_hooks(child)
-            if hooks != self._hooks[index] or (hooks and self._hooks_are_outdated):
-                self._hooks[index] = hooks
-                self._send_hooks(index, hooks)
-        self._hooks_are_outdated = False
-
-    def _send_hooks(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
-        child = self._modules[0][index]
-        for replica in self._others:
-            counterpart = self._modules[replica.index][index]
-            for key in _HOOKS:
-                held = vars(counterpart)[key]
-                # Hooks of plans and shifts are each replica's own, and stay.
-                of_user = [number for number, hook in held.items() if not is_ours(hook)]
-                for number in of_user:
-                    del held[number]
-                # Under the same numbers: the flags beside them, which go by number, apply as well.
-                for (kind, number), hook in hooks.items():
-                    if kind == key:
-                        held[number] = self._translated(replica, hook, lazily=True)
-            for key in _HOOK_FLAGS:
-                vars(counterpart)[key].update(vars(child)[key])
 
 
 def _on_device(value: Any, home: torch.device, seen: set[int]) -> Any:
@@ -533,65 +487,6 @@ def _on_device(value: Any, home: torch.device, seen: set[int]) -> Any:
     return value
 
 
-class StateFingerprint:
-    """What all containers, objects and arrays behind the attributes of a module hold, to see whether a step wrote it.
-
-    Looks at everything once; meant for the first step of a stage.
-    """
-
-    def __init__(self, module: nn.Module, keep: Sequence[object] = (), private: frozenset[str] = frozenset()) -> None:
-        self._module = module
-        self._private = private | OF_EVERY_MODULE
-        self._kept = {id(kept): kept for kept in keep}
-        self._before = dict(self._marks())
-
-    def _marks(self) -> Iterator[tuple[int, Any]]:
-        graph = ObjectGraph(
-            is_tensor_or_module, lambda value: id(value) in self._kept or isinstance(value, SHARED_TYPES)
-        )
-        for child in modules_without(self._module, self._kept):
-            graph.walk(value for key, value in vars(child).items() if key not in self._private)
-        for key, value in graph.objects.items():
-            if isinstance(value, np.ndarray):
-                # Nothing counts the writes to an array, so all of it is read.
-                yield key, (value, zlib.crc32(value.tobytes()))
-            elif (contents := _contents(value)) is not None:
-                yield key, ((value, _kept_alive(contents)), list(map(_identities, contents)))
-
-    def compare(self) -> tuple[bool, bool]:
-        """Whether something that was there has other contents now, and whether there is something new."""
-        now = dict(self._marks())
-        # The objects are kept with their marks, so that an id cannot be that of another one by now.
-        changed = any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
-        return changed, not now.keys() <= self._before.keys()
-
-
-def _contents(value: Any) -> list[Any] | None:
-    """The items of a container that can change, and the attributes of an object, with those in slots."""
-    # Classes, modules and tensors have slots of their own, which are nothing that a step counts in.
-    slots = [] if isinstance(value, type | nn.Module | torch.Tensor) else slot_contents(value)
-    attributes = vars(value) if has_attributes(value) else None
-    if attributes is None and not slots and not isinstance(value, MUTABLE):
-        return None
-    contents = [*slots, *(attributes or {}).items()]
-    if isinstance(value, dict):
-        contents += pairs_of(value)
-    elif isinstance(value, MUTABLE):
-        items: Any = value
-        contents += items
-    return contents
-
-
-def _kept_alive(contents: Iterable[Any]) -> list[Any]:
-    """All but tensors, which may have a graph: what takes the place of a number must not get its id as well."""
-    alive = []
-    for item in contents:
-        for part in item if isinstance(item, tuple) else (item,):
-            if not isinstance(part, torch.Tensor):
-                alive.append(part)
-    return alive
-
-
 def _modules_of(kept: Iterable[Any]) -> set[int]:
     """The ids of all modules among ``kept``, and of what those hold."""
     found: set[int] = set()
@@ -599,10 +494,6 @@ def _modules_of(kept: Iterable[Any]) -> set[int]:
         if isinstance(module, nn.Module):
             found.update(map(id, module.modules()))
     return found
-
-
-def _identities(item: Any) -> Any:
-    return tuple(map(id, item)) if isinstance(item, tuple) else id(item)
 
 
 def _mark(container: Any) -> Any:
@@ -639,18 +530,3 @@ def _is_still(seen: Any, value: object) -> bool:
     if isinstance(seen, _SeenTensor):
         return isinstance(value, torch.Tensor) and seen.tensor() is value and seen.version == version_of(value)
     return seen is value
-
-
-def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
-    """The user's hooks by attribute and number, without those of a plan or a shift."""
-    state = vars(child)
-    # Most modules have none; those cost one lookup for each kind and no dict.
-    held = [(key, state[key]) for key in _HOOKS if state.get(key)]
-    if not held:
-        return {}
-    found: dict[tuple[str, int], Any] = {}
-    for key, hooks in held:
-        for number, hook in hooks.items():
-            if not is_ours(hook):
-                found[key, number] = hook
-    return found

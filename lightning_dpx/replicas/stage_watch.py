@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from lightning_dpx.python_objects.overrides import Overrides
-from lightning_dpx.replicas.python_state import StateFingerprint
+from lightning_dpx.replicas.state_fingerprint import StateFingerprint
 
 
 class StageWatch(AbstractContextManager["StageWatch"]):

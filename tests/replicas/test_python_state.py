@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dpx import ReplicaGroup
-from lightning_dpx.replicas.python_state import StateFingerprint
 from tests.conftest import SIMULATED
 
 NAMES = ("items", "tensors", "table", "cache", "seen", "counts", "lists", "recent", "nested", "array", "number")
@@ -154,37 +154,6 @@ class Meter:
         self.average = 0.0
 
 
-class Slotted(Meter):
-    __slots__ = ("best",)
-
-
-class Counted:
-    def __init__(self) -> None:
-        self.count = 0.0
-
-
-@pytest.mark.parametrize("kind", [Meter, Slotted, Counted])
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_fingerprint_sees_what_a_step_counts_in_an_object(kind: type[Any], times: int) -> None:
-    module: Any = nn.Linear(1, 1)
-    module.meter = kind()
-    module.meter.count = times / 3
-    before = StateFingerprint(module)
-    assert not before.compare()[0]
-    # Python gives a number the memory, and so the id, of the one that was dropped last.
-    for _ in range(times):
-        module.meter.count += 0.5
-    assert before.compare()[0]
-
-
-def test_a_fingerprint_sees_a_slot_that_is_set_for_the_first_time() -> None:
-    module: Any = nn.Linear(1, 1)
-    module.meter = Slotted()
-    before = StateFingerprint(module)
-    module.meter.best = 1
-    assert before.compare()[0]
-
-
 class ReadsItsMeter(nn.Module):
     """Rows (B, 1) become the number of rows so far; the slice that begins with 0 is the slowest."""
 
@@ -256,31 +225,6 @@ def test_a_stage_that_makes_new_lists_in_each_step_runs_in_threads() -> None:
         assert in_turns == [True, True, False]
 
 
-class ReadsWhatAHookKept(nn.Module):
-    """Rows (B, 1) come back by way of a dict that a hook of a submodule captures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        kept = self.kept = dict[str, torch.Tensor]()
-        self.linear.register_forward_hook(lambda module, args, output: kept.update(rows=args[0]))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        self.linear(rows)
-        return self.kept["rows"]
-
-
-@pytest.mark.parametrize("execution", ["inline", "threads"])
-@pytest.mark.parametrize("devices", [["cpu"] * 3, pytest.param(["sim:0", "sim:1", "sim:2"], marks=NEEDS_SIMULATION)])
-def test_hooks_write_into_the_containers_of_their_own_replica(devices: list[str], execution: Any) -> None:
-    rows = torch.arange(6.0).view(6, 1)
-    with ReplicaGroup(ReadsWhatAHookKept(), devices, execution=execution) as group:
-        for step in range(3):
-            group.forward(rows + 10 * step)
-            merged: Any = group.outputs_merged()
-            assert merged.view(-1).tolist() == (rows + 10 * step).view(-1).tolist()
-
-
 class KeepsTensors(nn.Module):
     """Rows (B, 1); from its second forward on it keeps them, in containers that had no tensor yet."""
 
@@ -294,7 +238,7 @@ class KeepsTensors(nn.Module):
         self.table: dict[str, Any] = {}
         self.pairs: list[Any] = []
         self.holder = Meter()
-        self.box = Counted()
+        self.box = SimpleNamespace()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self.keeps:

@@ -1,0 +1,110 @@
+"""Hooks of the user on replicas: what is put on the user's module, or taken off it, in the middle of a run."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.python_objects.module_hooks import is_ours
+from lightning_dpx.replicas.parameter_hooks import ParameterHooks
+from lightning_dpx.replicas.replica import Replica
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_READERS = tuple(map(operator.attrgetter, _HOOKS))
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+
+
+class HookCopies:
+    """The hooks of the first replica's submodules, and copies of them on the others.
+
+    Args:
+        root: The first replica.
+        modules: The submodules that are looked after, by the index of a replica and in the same order.
+        translate: A hook of the first replica for another one, by its index.
+
+    Attributes:
+        are_outdated: Whether hooks may capture containers of which replicas have got their own since.
+    """
+
+    def __init__(
+        self,
+        root: Replica,
+        modules: Mapping[int, Sequence[nn.Module]],
+        translate: Callable[[int, Any], Any],
+    ) -> None:
+        self._root = root
+        self._modules = modules
+        self._translate = translate
+        self._hooks = [_users_hooks(child) for child in modules[0]]
+        self.are_outdated = False
+        self.accept_those_of_parameters()
+
+    def accept_those_of_parameters(self) -> None:
+        """Accepts the hooks that parameters have now; it has been seen to that they do no harm."""
+        self._of_parameters = ParameterHooks(self._root.parameters)
+
+    def check_parameters(self) -> None:
+        """
+        Raises:
+            ReplicationError: a parameter has a hook that it did not have when they were last accepted.
+        """
+        index = self._of_parameters.added()
+        if index is None:
+            return
+        parameter = self._root.parameters[index]
+        name = next(name for name, other in self._root.module.named_parameters() if other is parameter)
+        raise ReplicationError(
+            f"Parameter {name} got a hook after setup, which would see the gradient of one replica only; "
+            "register it before fit (configure_model), so that every replica has it."
+        )
+
+    def follow(self) -> None:
+        """The replicas get the hooks that the first one's submodules have now, where those have changed."""
+        modules = self._modules[0]
+        # Asked for every module in every step, so by attrgetters, without a Python frame for each.
+        # The first part is for hooks that were there and have been removed since.
+        if not any(self._hooks) and not any(any(map(reader, modules)) for reader in _HOOK_READERS):
+            self.are_outdated = False
+            return
+        for index, child in enumerate(modules):
+            hooks = _users_hooks(child)
+            if hooks != self._hooks[index] or (hooks and self.are_outdated):
+                self._hooks[index] = hooks
+                self._send(index, hooks)
+        self.are_outdated = False
+
+    def _send(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
+        flags_of_root = vars(self._modules[0][index])
+        for replica, modules in self._modules.items():
+            if replica == self._root.index:
+                continue
+            counterpart = vars(modules[index])
+            for key in _HOOKS:
+                held = counterpart[key]
+                # Hooks of plans and shifts are each replica's own, and stay.
+                of_user = [number for number, hook in held.items() if not is_ours(hook)]
+                for number in of_user:
+                    del held[number]
+                # Under the same numbers: the flags beside them, which go by number, apply as well.
+                for (kind, number), hook in hooks.items():
+                    if kind == key:
+                        held[number] = self._translate(replica, hook)
+            for key in _HOOK_FLAGS:
+                counterpart[key].update(flags_of_root[key])
+
+
+def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
+    """The user's hooks by attribute and number, without those of a plan or a shift."""
+    state = vars(child)
+    # Most modules have none; those cost one lookup for each kind and no dict.
+    held = [(key, state[key]) for key in _HOOKS if state.get(key)]
+    if not held:
+        return {}
+    found: dict[tuple[str, int], Any] = {}
+    for key, hooks in held:
+        for number, hook in hooks.items():
+            if not is_ours(hook):
+                found[key, number] = hook
+    return found

@@ -1,0 +1,77 @@
+"""What the Python state of a module holds, to see whether a step wrote it."""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
+from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE, slot_contents
+from lightning_dpx.replicas.mirrors import has_attributes
+from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without
+
+
+class StateFingerprint:
+    """What all containers, objects and arrays behind the attributes of a module hold, to see whether a step wrote it.
+
+    Looks at everything once; meant for the first step of a stage.
+    """
+
+    def __init__(self, module: nn.Module, keep: Sequence[object] = (), private: frozenset[str] = frozenset()) -> None:
+        self._module = module
+        self._private = private | OF_EVERY_MODULE
+        self._kept = {id(kept): kept for kept in keep}
+        self._before = dict(self._marks())
+
+    def _marks(self) -> Iterator[tuple[int, Any]]:
+        graph = ObjectGraph(
+            is_tensor_or_module, lambda value: id(value) in self._kept or isinstance(value, SHARED_TYPES)
+        )
+        for child in modules_without(self._module, self._kept):
+            graph.walk(value for key, value in vars(child).items() if key not in self._private)
+        for key, value in graph.objects.items():
+            if isinstance(value, np.ndarray):
+                # Nothing counts the writes to an array, so all of it is read.
+                yield key, (value, zlib.crc32(value.tobytes()))
+            elif (contents := _contents(value)) is not None:
+                yield key, ((value, _kept_alive(contents)), list(map(_identities, contents)))
+
+    def compare(self) -> tuple[bool, bool]:
+        """Whether something that was there has other contents now, and whether there is something new."""
+        now = dict(self._marks())
+        # The objects are kept with their marks, so that an id cannot be that of another one by now.
+        changed = any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+        return changed, not now.keys() <= self._before.keys()
+
+
+def _contents(value: Any) -> list[Any] | None:
+    """The items of a container that can change, and the attributes of an object, with those in slots."""
+    # Classes, modules and tensors have slots of their own, which are nothing that a step counts in.
+    slots = [] if isinstance(value, type | nn.Module | torch.Tensor) else slot_contents(value)
+    attributes = vars(value) if has_attributes(value) else None
+    if attributes is None and not slots and not isinstance(value, MUTABLE):
+        return None
+    contents = [*slots, *(attributes or {}).items()]
+    if isinstance(value, dict):
+        contents += pairs_of(value)
+    elif isinstance(value, MUTABLE):
+        items: Any = value
+        contents += items
+    return contents
+
+
+def _kept_alive(contents: Iterable[Any]) -> list[Any]:
+    """All but tensors, which may have a graph: what takes the place of a number must not get its id as well."""
+    alive = []
+    for item in contents:
+        for part in item if isinstance(item, tuple) else (item,):
+            if not isinstance(part, torch.Tensor):
+                alive.append(part)
+    return alive
+
+
+def _identities(item: Any) -> Any:
+    return tuple(map(id, item)) if isinstance(item, tuple) else id(item)
