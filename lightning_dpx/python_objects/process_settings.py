@@ -19,6 +19,7 @@ from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors
 
 _CONTAINERS = (list, dict, set, deque)
+_OWN_FRAMES = 2  # between an operator and the place that looks for the code that called it
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SETTINGS: dict[str, Callable[[], object]] = {
     "torch's default dtype": torch.get_default_dtype,
@@ -93,8 +94,11 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return values
 
     def _look_at_frames(self) -> None:
-        own = inspect.currentframe()
-        frame = own.f_back.f_back if own is not None and own.f_back is not None else None
+        # No name may be left for this frame: in a circle with itself it would keep those that called it, and so all
+        # tensors in them, until garbage is collected.
+        frame = inspect.currentframe()
+        for _ in range(_OWN_FRAMES):
+            frame = None if frame is None else frame.f_back
         while frame is not None:
             space = frame.f_globals
             # Here the step was called; what has called that is at work all the time.

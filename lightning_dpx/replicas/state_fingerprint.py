@@ -10,8 +10,11 @@ from torch import nn
 
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE, slot_contents
+from lightning_dpx.python_objects.origin import package_of
 from lightning_dpx.replicas.mirrors import has_attributes
 from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without
+
+_OWN_PACKAGE = package_of(__name__)
 
 
 class StateFingerprint:
@@ -27,17 +30,25 @@ class StateFingerprint:
         self._before = dict(self._marks())
 
     def _marks(self) -> Iterator[tuple[int, Any]]:
-        graph = ObjectGraph(
-            is_tensor_or_module, lambda value: id(value) in self._kept or isinstance(value, SHARED_TYPES)
-        )
+        graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
         for child in modules_without(self._module, self._kept):
             graph.walk(value for key, value in vars(child).items() if key not in self._private)
+        # Attributes count as contents of their object. Python makes some of these dicts when first asked for them, so
+        # by themselves they would be new.
+        attributes = {id(vars(value)) for value in graph.objects.values() if has_attributes(value)}
         for key, value in graph.objects.items():
+            if key in attributes:
+                continue
             if isinstance(value, np.ndarray):
                 # Nothing counts the writes to an array, so all of it is read.
                 yield key, (value, zlib.crc32(value.tobytes()))
             elif (contents := _contents(value)) is not None:
                 yield key, ((value, _kept_alive(contents)), list(map(_identities, contents)))
+
+    def _is_boundary(self, value: Any) -> bool:
+        # What this package puts in a module for the time of a run leads to its own books.
+        is_ours = package_of(type(value).__module__) == _OWN_PACKAGE
+        return is_ours or id(value) in self._kept or isinstance(value, SHARED_TYPES)
 
     def compare(self) -> tuple[bool, bool]:
         """Whether something that was there has other contents now, and whether there is something new."""

@@ -333,7 +333,9 @@ class HookedData(LightningDataModule):
 def test_case_26_transfer_hooks_of_a_data_module_run_once_per_replica(execution: str) -> None:
     data = HookedData()
     strategy = dpx.DPXStrategy(workload=[2, 1, 1], execution=execution)
-    make_trainer(max_epochs=1, strategy=strategy, devices=3).fit(Plain(), datamodule=data)
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=3)
+    with pytest.warns(UserWarning, match=r"trainer\.datamodule\.calls is \+2 items on one device, \+6 items in slices"):
+        trainer.fit(Plain(), datamodule=data)
     expected = [("before", 16, "cpu")]
     for rows, device in zip((8, 4, 4), places(3), strict=True):
         expected += [("transfer", rows, device), ("after", rows, device)]

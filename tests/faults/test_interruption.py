@@ -15,6 +15,8 @@ import lightning_dpx as dpx
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from tests.conftest import assert_equal, make_loader, make_trainer, places
 
+# A step that blocks notes it in a list, and only then, so that all others run in threads.
+pytestmark = pytest.mark.filterwarnings("ignore:The .*_step writes Python state that its replicas share")
 GUARD_SECONDS = 60.0
 SHORT_SECONDS = 3.0  # a deadline that is to pass, and that the step before keeps on a busy machine
 REACHED = threading.Event()
