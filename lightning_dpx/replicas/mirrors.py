@@ -21,6 +21,7 @@ from torch import nn
 from lightning_dpx.python_objects.object_graph import MUTABLE
 
 Translate = Callable[[Any], Any]
+Attribute = tuple[int, str]  # a submodule's place, and the name of the attribute
 # They have a ``__dict__``, but are no containers of the user's.
 _WITHOUT_STATE = (type, nn.Module, torch.Tensor, FunctionType, MethodType, ModuleType, functools.partial)
 
@@ -270,3 +271,76 @@ class SetMirror(Mirror):
     def _apply(self, before: set[Any], after: set[Any], translate_back: Translate) -> None:
         self.source.update(map(translate_back, after - before))
         self.source.difference_update(map(translate_back, before - after))
+
+
+class Mirrors:
+    """All mirrored containers of a module, each with the attribute that leads to it: a submodule's place and a name."""
+
+    def __init__(self) -> None:
+        self._mirrors: dict[int, Mirror] = {}  # by the id of the root's container, which its mirror holds
+        self._attribute_of: dict[int, Attribute] = {}
+        self._of_attribute: dict[Attribute, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._mirrors)
+
+    def pair(self, attribute: Attribute, replica: int, source: Any, copied: Any) -> bool:
+        """The containers in ``copied`` mirror those in ``source`` from here on; says whether there are any.
+
+        Args:
+            attribute: Which holds them.
+            replica: The index of the replica that ``copied`` belongs to.
+            source: The root's value.
+            copied: An equal one.
+        """
+        found = False
+        for mine, theirs in mirrored_pairs(source, copied):
+            found = True
+            place = id(mine)
+            # Two attributes may hold one container; its mirror is that of the last to pair it.
+            self._attribute_of[place] = attribute
+            self._of_attribute.setdefault(attribute, set()).add(place)
+            if place not in self._mirrors:
+                self._mirrors[place] = make_mirror(mine)
+            self._mirrors[place].add(replica, theirs)
+        return found
+
+    def forget(self, attribute: Attribute) -> bool:
+        """The attribute holds something else now; says whether it had mirrors."""
+        found = False
+        for place in self._of_attribute.pop(attribute, ()):
+            if self._attribute_of.get(place) == attribute:
+                found = True
+                del self._attribute_of[place]
+                del self._mirrors[place]
+        return found
+
+    def pairs(self, replica: int) -> Iterator[tuple[Any, Any]]:
+        """The root's containers and those of one replica."""
+        for mirror in self._mirrors.values():
+            if replica in mirror.copies:
+                yield mirror.source, mirror.copies[replica]
+
+    def sync(self, replica: int, translate: Translate) -> None:
+        """Before a step: what was done to the root's containers is done to those of a replica."""
+        for mirror in list(self._mirrors.values()):
+            if replica in mirror.copies:
+                mirror.sync(replica, translate)
+
+    def note(self) -> list[Attribute]:
+        """After all replicas had :meth:`sync`: attributes whose containers got other containers since they were paired.
+
+        Those are to be copied and paired anew.
+        """
+        restructured: dict[Attribute, None] = {}
+        for place, mirror in self._mirrors.items():
+            mirror.note()
+            if mirror.got_containers:
+                restructured[self._attribute_of[place]] = None
+        return list(restructured)
+
+    def merge(self, replica: int, translate_back: Translate) -> Iterator[Attribute]:
+        """After a step: does to the root's containers what was done to a replica's; yields the attributes of those."""
+        for place, mirror in list(self._mirrors.items()):
+            if replica in mirror.copies and mirror.merge(replica, translate_back):
+                yield self._attribute_of[place]

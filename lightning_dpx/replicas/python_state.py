@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGrap
 from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.hook_copies import HookCopies
-from lightning_dpx.replicas.mirrors import Mirror, make_mirror, mirrored_pairs
+from lightning_dpx.replicas.mirrors import Mirrors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, prepare_memo
@@ -69,9 +70,7 @@ class PythonState:
         self._skip = skip
         self._kept = {id(kept): kept for kept in keep}
         self._several_devices = any(replica.device != self._root.device for replica in self._others)
-        self._mirrors: dict[int, Mirror] = {}
-        self._attribute_of: dict[int, tuple[int, str]] = {}  # of a mirrored container, by its id
-        self._mirrored: dict[tuple[int, str], set[int]] = {}  # the mirrored containers of an attribute
+        self._mirrors = Mirrors()
         self._watched: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
@@ -205,30 +204,17 @@ class PythonState:
         if not self._mirrors:
             return
         for replica in self._others:
-
-            def translate(value: Any, replica: Replica = replica) -> Any:
-                return self._translated(replica, value, lazily=True)
-
-            for mirror in list(self._mirrors.values()):
-                if replica.index in mirror.copies:
-                    mirror.sync(replica.index, translate)
-        for mirror in self._mirrors.values():
-            mirror.note()
+            self._mirrors.sync(replica.index, partial(self._translated, replica, lazily=True))
         # A mirror has the containers that it was made with. Where the user's got others, the whole
         # attribute is copied and paired anew, once for each attribute.
-        restructured = [key for key, mirror in self._mirrors.items() if mirror.got_containers]
-        for index, key in dict.fromkeys(self._attribute_of[key] for key in restructured):
+        for index, key in self._mirrors.note():
             value = vars(self._modules[0][index]).get(key, _MISSING)
             if value is not _MISSING:
                 self._send(index, key, value)
 
     def _forget_mirrors(self, index: int, key: str) -> None:
-        for place in self._mirrored.pop((index, key), ()):
-            # Two attributes may hold one container; its mirror is that of the last to pair it.
-            if self._attribute_of.get(place) == (index, key):
-                del self._attribute_of[place]
-                del self._mirrors[place]
-                self._memos = {}
+        if self._mirrors.forget((index, key)):
+            self._memos = {}
 
     @property
     def has_iterators(self) -> bool:
@@ -279,14 +265,9 @@ class PythonState:
         self._memos = {}
         # Replica after replica, the order in which one device would have seen the rows.
         for replica in active:
-            if replica is not self._root and self._mirrors:
-
-                def translate_back(value: Any, replica: Replica = replica) -> Any:
-                    return self._translated_back(replica, value)
-
-                for place, mirror in list(self._mirrors.items()):
-                    if replica.index in mirror.copies and mirror.merge(replica.index, translate_back):
-                        self.unseen.note_container(*self._attribute_of[place])
+            if replica is not self._root:
+                for attribute in self._mirrors.merge(replica.index, partial(self._translated_back, replica)):
+                    self.unseen.note_container(*attribute)
         # Shared containers grow by what every slice appends, where one device appends once.
         for attribute, entries in self._watched.items():
             if any(map(_has_grown, entries)):
@@ -346,14 +327,9 @@ class PythonState:
                 self._watch(index, key, value)
 
     def _pair(self, attribute: tuple[int, str], replica: int, source: Any, copied: Any) -> None:
-        for mine, theirs in mirrored_pairs(source, copied):
-            self._attribute_of[id(mine)] = attribute
-            self._mirrored.setdefault(attribute, set()).add(id(mine))
-            if id(mine) not in self._mirrors:
-                self._mirrors[id(mine)] = make_mirror(mine)  # holds it, so that its id stays its own
+        if self._mirrors.pair(attribute, replica, source, copied):
             self.hooks.are_outdated = True
-            self._memos.pop(replica, None)  # which does not know it
-            self._mirrors[id(mine)].add(replica, theirs)
+            self._memos.pop(replica, None)  # which does not know them
 
     def _is_boundary(self, value: Any) -> bool:
         return id(value) in self._kept or isinstance(value, SHARED_TYPES)
@@ -418,9 +394,7 @@ class PythonState:
                 # Not strict: between two turns only one of both may have registered a new buffer.
                 *zip(self._root.buffers, replica.buffers, strict=False),
             ]
-            for mirror in self._mirrors.values():
-                if replica.index in mirror.copies:
-                    pairs.append((mirror.source, mirror.copies[replica.index]))
+            pairs += self._mirrors.pairs(replica.index)
             for mine, theirs in pairs:
                 if back:
                     memo[id(theirs)] = mine

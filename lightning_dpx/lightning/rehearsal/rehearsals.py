@@ -153,36 +153,55 @@ class Rehearsals:
             yield Rehearsal(self._strategy, call, loss_reduction, requested)
 
     def _rehearse(self, call: Call) -> None:
-        strategy = self._strategy
-        key = (call.name, call.dataloader_idx)
-        before = self.rules(*key)
+        before = self.rules(call.name, call.dataloader_idx)
         before.is_outdated = False
         news = self._take_news(call.name, before)
+        found = self._try(call)
+        if found is not None:
+            self._follow(call, *found, before, news)
+
+    def _try(self, call: Call) -> tuple[Rehearsal, Outcome] | None:
+        """Rehearses a step; ``None`` if it cannot be, or if its batches are cut in another way from here on."""
+        strategy = self._strategy
         try:
             with self._rehearsal(call, self._loss_reduction) as rehearsal:
                 outcome = rehearsal.run()
         except SlicesFail as failure:
-            if self._left_micro_batches(call, NOT_ALIKE + failure.reason) or self._left_slices(call, failure):
-                return
-            strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
-            return
+            if not self._left_micro_batches(call, NOT_ALIKE + failure.reason) and not self._left_slices(call, failure):
+                strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
+            return None
         # One batch goes whole, and makes them; by then replicas can be made with them.
         except ParametersAppear as made:
             self.reopen(call.name)
             strategy.session.whole_batches.give_next_whole(
                 call.name, f"The step makes parameters in it: {made}.", "Make them before fit, or in configure_model."
             )
-            return
+            return None
         except NotRehearsed as reason:
-            if self._left_micro_batches(call, f"they could not be checked: {reason}"):
-                return
-            self._say(f"dpx: {call.name} was not checked against one device: {reason}")
-            return
+            if not self._left_micro_batches(call, f"they could not be checked: {reason}"):
+                self._say(f"dpx: {call.name} was not checked against one device: {reason}")
+            return None
         except BaseException as error:  # such as Ctrl-C; any other error of the step is announced, and ends nothing
             error.add_note(f"In the rehearsal of {call.name}, which checks its slices against one device.")
             raise
         if self._left_micro_batches(call, rehearsal.what_micro_batches_change(outcome)):
-            return
+            return None
+        return rehearsal, outcome
+
+    def _follow(
+        self, call: Call, rehearsal: Rehearsal, outcome: Outcome, before: MergeRules, news: frozenset[str]
+    ) -> None:
+        """What a rehearsal has found is how the step is put together from here on.
+
+        Args:
+            call: Of the step.
+            rehearsal: Of it.
+            outcome: What came out.
+            before: The rules until here.
+            news: What the step did for the first time since an earlier rehearsal.
+        """
+        strategy = self._strategy
+        key = (call.name, call.dataloader_idx)
         # Remembered by the stage: a batch that does not divide evenly has its step on one device.
         if rehearsal.needs_equal_slices:
             strategy.session.whole_batches.keep_unequal(call.name)
