@@ -32,13 +32,14 @@ from lightning_dpx.lightning.lightning_compat import (
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
+from lightning_dpx.lightning.rehearsal.run_draws import RunDraws
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
 from lightning_dpx.python_objects.process_settings import SettingsWatch
-from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet, StepDraws
+from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.replicate import like_parameter
-from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
+from lightning_dpx.replicas.same_draws import SharedParameters
 from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
 from lightning_dpx.torch_compat import key_of, tree_map_only
 
@@ -66,10 +67,7 @@ class Guest:
         self._shared = SharedParameters(shared)
         self._devices = devices
         self._start = GeneratorStates(self._devices, [module])
-        self._run_start = self._start
-        self._modes: list[SameDraws] = []
-        self._steps: list[SameDraws] = []  # those among them that are no backward
-        self.draws_of_steps: list[StepDraws] = []  # of the last run
+        self.draws: RunDraws = RunDraws(self._start)  # of the last run
         self.surroundings: Surroundings = Surroundings(trainer, module)
         self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
         self.changed_settings: bool = False
@@ -116,16 +114,13 @@ class Guest:
     @contextmanager
     def run(self, shadow: nn.Module, *, other_draws: bool = False) -> Iterator[None]:
         """One run of ``shadow``, from the same random numbers as every other, unless others are wanted."""
-        self._modes = []
-        self._steps = []
-        self.draws_of_steps = []
         self.logger_calls.clear()
         self._start.restore()
         if other_draws:
             # After the common start, so that other numbers are the same
             # others in each process and run.
             advance([shadow])
-        self._run_start = GeneratorStates(self._devices, [shadow])
+        self.draws = RunDraws(GeneratorStates(self._devices, [shadow]))
         # The dispatch mode sees writes by operators only.
         places = _places_of(shadow)
         try:
@@ -138,40 +133,21 @@ class Guest:
             self.surroundings.restore()
             self.changed_settings = not self._settings.is_current
             self._settings.restore()
-            now = self._run_start.again()
-            left_alone: list[str] = []
-            dtypes: set[torch.dtype] = set()
-            for mode in self._modes:
-                left_alone += mode.left_alone
-                dtypes |= mode.dtypes
-            if now.differs_outside_torch(self._run_start):
-                # No dispatch mode sees those draw, so their states are compared.
-                left_alone.append("a generator of Python or NumPy")
-            self.left_alone: list[str] = list(dict.fromkeys(left_alone))
-            self.drew: bool = any(mode.drew for mode in self._modes)
-            self.draws: list[tuple[int, ...]] = [tuple(mode.draws) for mode in self._steps]
-            self.dtypes = dtypes
+            self.draws.end()
             self._start.restore()
             self._has_run = True
 
     @contextmanager
     def in_step(self, stage: str) -> Iterator[None]:
         """A replica's own step, or its backward; all replicas draw the same numbers."""
-        mode = SameDraws(self._shared)
-        self._modes.append(mode)
-        if stage != "backward":
-            self._steps.append(mode)
-            self._run_start.restore()
         # Once, as it looks at many places at every operator.
         watches = stage != "backward" and not self._has_run
         watch = SettingsWatch(self._module) if watches else None
-        with mode, watch or nullcontext():
+        with self.draws.in_step(self._shared, stage), watch or nullcontext():
             yield
         if watch is not None:
             watch.look()
             self.switched |= watch.switched
-        if stage != "backward":
-            self.draws_of_steps.append(StepDraws(self._run_start, self._run_start.again(), tuple(mode.on_host)))
 
 
 def schedulers_of(trainer: Any) -> list[Any]:

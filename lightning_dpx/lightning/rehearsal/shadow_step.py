@@ -86,7 +86,7 @@ class ShadowStep:
     def adopt_precision(self) -> None:
         """Takes the tolerance from the dtypes that a run has shown the step to compute in."""
         # Autocast inside of the step, or a loss in other digits, shows only when operators run.
-        seen = self.guest.dtypes.intersection(_ROUNDING)
+        seen = self.guest.draws.dtypes.intersection(_ROUNDING)
         self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
     def make_shadow(self) -> Any:
@@ -246,9 +246,9 @@ class ShadowStep:
 
     def note_draws(self, seen: Observation) -> None:
         """Notes the random numbers that the last run drew."""
-        seen.draws = self.guest.draws
-        seen.draws_of_steps = self.guest.draws_of_steps
-        seen.left_alone = self.guest.left_alone
+        seen.draws = self.guest.draws.by_step
+        seen.draws_of_steps = self.guest.draws.of_steps
+        seen.left_alone = self.guest.draws.left_alone
 
 
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
