@@ -88,6 +88,7 @@ def plan_in_micro_batches(
     seconds_each: float = 0.0,
     aside: int = 0,
     margin: float = 0.0,
+    runs_twice: bool = False,
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
     """The number of micro-batches that is fastest within the budget, and their plan.
 
@@ -100,6 +101,7 @@ def plan_in_micro_batches(
         seconds_each: What running one micro-batch costs beside its step.
         aside: Bytes that micro-batches need beside their activations, and a step in one piece does not.
         margin: A step in one piece may take this share longer than the fastest, and is taken all the same.
+        runs_twice: Whether every micro-batch runs forward once more, without a graph, as a loss over all rows needs it.
 
     Returns:
         The plan, whose figures are those of all micro-batches together beside the step in one piece; and what was
@@ -114,7 +116,7 @@ def plan_in_micro_batches(
     if rows > 1 and whole.peak > budget:
         sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
         parts = {size: profile_of(size, True) for size in sizes}
-        profiles = ProfilesByRows(whole, rows, parts, seconds_each)
+        profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
 
     def budget_of(number: int) -> int:
         # Earlier micro-batches leave their gradients beside the activations; a budget is positive.

@@ -125,8 +125,6 @@ class MicroBatchChooser:
         session = self.session
         if not session.module.automatic_optimization:
             return "they optimize by hand."
-        if session.end_hook("training_step") is not None:
-            return "training_step_end needs the outputs of all rows; micro_batches=M runs every forward twice for that."
         if session.shifts:
             return "parts of the module are shifted to other devices."
         if session.whole_batches.reason_for("training_step") is not None:
@@ -163,7 +161,8 @@ class MicroBatchChooser:
             def profiled() -> list[list[Profile]]:
                 announce_profile(count, device)
                 try:
-                    return [[profile_slice(replicas, part, run, device, accumulates=adds or accumulates)]]
+                    added = adds or accumulates
+                    return [[profile_slice(replicas, part, run, device, accumulates=added, parts=-(-rows // count))]]
                 # These keep their type, by which callers tell them apart.
                 except (DPXError, torch.OutOfMemoryError):
                     raise
@@ -195,6 +194,7 @@ class MicroBatchChooser:
             aside=aside,
             # A difference below what predictions are sure of is no reason to cut a step.
             margin=timing_effort.uncertainty(),
+            runs_twice=session.end_hook("training_step") is not None,
         )
         return choice
 

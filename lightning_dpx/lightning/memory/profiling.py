@@ -87,6 +87,7 @@ def profile_slice(
     device: torch.device | None = None,
     *,
     accumulates: bool = False,
+    parts: int = 1,
 ) -> Profile:
     """A step on ``batch_slice``, run by a stand-in; extrapolated from fewer rows where all do not fit.
 
@@ -96,21 +97,22 @@ def profile_slice(
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
         device: The device whose memory is looked at; the replica's own unless given.
         accumulates: Whether gradients are added to those of earlier batches.
+        parts: Of so many such slices a replica's rows will consist.
 
     Raises:
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
 
     with trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE):
-        return _profile_slice(replicas, batch_slice, run, device or batch_slice.replica.device, accumulates)
+        return _profile_slice(replicas, batch_slice, run, device or batch_slice.replica.device, accumulates, parts)
 
 
 def _profile_slice(
-    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, device: torch.device, accumulates: bool
+    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, device: torch.device, accumulates: bool, parts: int
 ) -> Profile:
     def on_rows(batch: Any, rows: int) -> Profile:
         shadow = _shadow_of(replicas, batch_slice)
-        end = _EndOfSlice(replicas, shadow)
+        end = _EndOfSlice(replicas, shadow, parts)
         # The real step must draw what it would have drawn without a profile.
         with preserve_rng_state(replicas.devices, [replicas.root.module]):
             return profile_step(
@@ -226,15 +228,16 @@ class _EndOfSlice:
     Args:
         replicas: All of them.
         shadow: The stand-in that runs the step.
+        parts: Of so many such slices a replica's rows will consist.
     """
 
-    def __init__(self, replicas: ReplicaSet, shadow: Any) -> None:
+    def __init__(self, replicas: ReplicaSet, shadow: Any, parts: int = 1) -> None:
         self._shadow = shadow
         self._finish: Callable[[Any], Any] | None = None
         if shadow.automatic_optimization:
             self._finish = getattr(shadow, "training_step_end", None)
         # A batch that is not cut has its loss from the one output that there is.
-        self._num_slices = len(replicas.replicas) if replicas.cuts_batches else 1
+        self._num_slices = parts * (len(replicas.replicas) if replicas.cuts_batches else 1)
         self._dim = replicas.output_dim
         # The loss of all rows is computed on the first device alone; the others hold
         # outputs and their gradients.

@@ -39,6 +39,7 @@ class Candidate:
         seconds: Of all of them, if nothing is computed again.
         least: The same for the fastest plan that the budget may allow.
         budget: Bytes of activations that one micro-batch may take; as few as can be unless given.
+        again: Of the seconds, those of forwards without a graph that come before all others.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Candidate:
     seconds: float
     least: float
     budget: int | None
+    again: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -55,7 +57,7 @@ class Candidate:
 
     def seconds_with(self, plan: MemoryPlan) -> float:
         """Seconds of all micro-batches with a plan."""
-        return self.seconds * (1 + (plan.recompute_share or 0.0))
+        return self.again + (self.seconds - self.again) * (1 + (plan.recompute_share or 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class MicroBatchChoice:
 
     @property
     def cut_share(self) -> float:
-        """The same for its micro-batches without the plan."""
-        return self.candidate.seconds / self.usual
+        """The same for its micro-batches without the plan, and without forwards that run again."""
+        return (self.candidate.seconds - self.candidate.again) / self.usual
 
 
 def in_micro_batches(plan: MemoryPlan, number: int, rows: int, share: float, least: float | None = None) -> MemoryPlan:
@@ -116,12 +118,22 @@ class ProfilesByRows:
         rows: How many those are.
         parts: Steps on fewer rows, whose gradients are added to those of the micro-batches before, by rows.
         seconds_each: What running one micro-batch costs beside its step.
+        runs_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
     """
 
-    def __init__(self, whole: Profile, rows: int, parts: Mapping[int, Profile], seconds_each: float = 0.0) -> None:
+    def __init__(
+        self,
+        whole: Profile,
+        rows: int,
+        parts: Mapping[int, Profile],
+        seconds_each: float = 0.0,
+        *,
+        runs_twice: bool = False,
+    ) -> None:
         self.rows = rows
         self.whole = whole
         self.seconds_each = seconds_each
+        self.runs_twice = runs_twice
         self._parts = dict(sorted(parts.items()))
 
     def knows(self, rows: int) -> bool:
@@ -130,7 +142,8 @@ class ProfilesByRows:
 
     def with_part(self, rows: int, profile: Profile) -> "ProfilesByRows":
         """A copy that knows one more size that was run."""
-        return ProfilesByRows(self.whole, self.rows, {**self._parts, rows: profile}, self.seconds_each)
+        parts = {**self._parts, rows: profile}
+        return ProfilesByRows(self.whole, self.rows, parts, self.seconds_each, runs_twice=self.runs_twice)
 
     def of_part(self, rows: int) -> Profile:
         """A micro-batch of so many rows."""
@@ -189,12 +202,14 @@ def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> C
     rows = largest_rows(profiles.rows, number)
     # In one piece a step finds no gradients of micro-batches before it.
     profile = profiles.whole if number == 1 else profiles.of_part(rows)
+    # The first of two passes takes the time of a forward of all rows, and keeps nothing for backward.
+    again = profiles.whole.forward_seconds if profiles.runs_twice and number > 1 else 0.0
     seconds = _seconds_of_all(profiles, number)
     least = seconds
     if budget is not None and profile.peak > budget:
         # A budget below nothing is one that cannot be met; the bound is asked for one byte then.
         least = seconds * (1 + lower_bound(profile, max(1, budget)) / profile.step_seconds)
-    return Candidate(number, rows, profile, seconds, least, budget)
+    return Candidate(number, rows, profile, again + seconds, again + least, budget, again)
 
 
 def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:

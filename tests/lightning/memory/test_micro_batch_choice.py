@@ -76,9 +76,25 @@ class KeepsPlan(Callback):
         (self.plan, _profile), *_others = trainer.strategy.memory_plans.values()
 
 
-class EndsStep(Tower):
-    def training_step_end(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss.mean()
+class OverAllRows(Tower):
+    """The spread of its outputs, which no mean over slices gives."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return {"rows": self.net(batch).mean(1)}
+
+    def training_step_end(self, outputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = outputs["rows"].std()
+        return loss
+
+
+class OverAllRowsAtOnce(OverAllRows):
+    """The same in Lightning's own words, which has no such hook."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return OverAllRows.training_step_end(self, super().training_step(batch, batch_idx))
+
+    training_step_end = None  # type: ignore[assignment]
 
 
 def seen_rows() -> list[int]:
@@ -193,11 +209,23 @@ def test_batch_norm_keeps_the_step_in_one_piece(caplog) -> None:
     assert "not what one device gives: net.0.1, net.1.1, net.2.1 would normalize by micro-batch" in said(caplog)
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [(ByHand, "they optimize by hand"), (EndsStep, "training_step_end needs the outputs of all rows")],
-)
-def test_steps_that_cannot_be_cut_further_say_why(kind, why, caplog) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loss_over_all_rows_is_cut_in_two_passes(devices, caplog) -> None:
+    seen_rows()
+    module = OverAllRows()
+    caplog.set_level("INFO")
+    options = options_for(module, HALF, execution="inline")
+    torch.testing.assert_close(fitted(module, devices, **options), fitted(OverAllRowsAtOnce()))
+    trained = [rows for rows in seen_rows() if rows > 0]
+    found = re.search(r"(\d+) micro-batches of (\d+) rows, no values recomputed: (\d\.\d\d) x", said(caplog))
+    assert found is not None
+    assert max(rows for rows in trained if rows < ROWS) == int(found[2])
+    assert float(found[3]) > 1.05, "every forward runs twice"
+    assert "every micro-batch runs forward twice" in said(caplog)
+
+
+def test_steps_that_cannot_be_cut_further_say_why(caplog) -> None:
+    kind, why = ByHand, "they optimize by hand"
     module = kind()
     caplog.set_level("INFO")
     start = "training steps stay whole, where micro-batches may be faster: "
