@@ -59,12 +59,20 @@ class _Decided:
         seen: Their steps, one of each shape.
         plans: One for each device; they decide alike.
         worst: For each device, which of the steps leaves least room there.
+        limits: For each device, the bytes that everything on it may take.
+        held: For each device, the bytes of that which are no activations.
     """
 
     devices: tuple[torch.device, ...]
     seen: tuple[SeenStep, ...]
     plans: tuple[MemoryPlan, ...]
     worst: tuple[int, ...]
+    limits: tuple[int, ...]
+    held: tuple[int, ...]
+
+    def worst_step(self, index: int) -> SeenStep:
+        """The step that leaves least room on the device at ``index``."""
+        return self.seen[self.worst[index]]
 
 
 class MemoryPlanning:
@@ -318,71 +326,80 @@ class MemoryPlanning:
         seen: Mapping[torch.device, SeenStep],
         source: str,
     ) -> None:
-        slices_of = by_device(slices)
-        # Copies, exchanged for the attributes once every device has a plan: if one of them is
-        # refused, the plans of before stay in force.
-        decided = dict(self._decided)
-        said = dict[torch.device, str]()
-        limits = dict(self._limits)
-        helds = dict[torch.device, int]()
         gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
-        for home in slices_of:
+        decided = dict[torch.device, _Decided]()
+        for home, here in by_device(slices).items():
             known = self._decided[home].seen if home in self._decided else ()
             steps = [*known, seen[home]] if home in seen else list(known)
-            if home not in replicas.devices or not steps:
-                continue  # parts are shifted there; it is planned with the replicas that they belong to
-            devices = devices_of(slices_of[home][0].replica)
-            allowed = [self.budgets.limit(device, replicas.devices) for device in devices]
-            free = [self._room(device, static, limit) for device, limit in zip(devices, allowed, strict=True)]
-            held = [limit - room for limit, room in zip(allowed, free, strict=True)]
-            # Every plan is forecast for all of these, so planning would take longer
-            # with each new shape of batch.
-            steps = most_demanding(steps, partial(demand, free=free))
-            rooms = []
-            for step in steps:
-                # All replicas of a device have run forward before the first backward, so their
-                # activations are there together.
-                rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
-            # A plan that still does is kept, without a search; those of all devices decide alike.
-            now = self._decided[home].plans[0] if home in self._decided else None
-            try:
-                profiles = [step.profiles for step in steps]
-                # What is free differs by some bytes in each run, so it cannot be
-                # part of the key in the cache.
-                measured = any(self.budgets.is_measured(device, replicas.devices) for device in devices)
-                shared = self.cache.plan_shapes(
-                    replicas.root.module, profiles, rooms, self.planner, now, measured=measured
-                )
-            except BudgetError as error:
-                # Without a least number of bytes there is nothing to tell beside
-                # what the error says already.
-                if error.smallest is not None:
-                    index = error.device_index
-                    self._explain(error, devices[index], held[index], allowed[index], steps[-1].sharing[index])
-                raise
-            again = 0.0
-            if self.runs_forward_twice:
-                profile = steps[shared.worst[0]].profiles[0]
-                # The first of two passes runs without a graph: it takes the time of a forward,
-                # and no memory for backward.
-                again = profile.forward_seconds / profile.step_seconds
-            plans = self._in_micro_batches(shared.plans, replicas, slices_of[home][0], again)
-            decided[home] = _Decided(tuple(devices), tuple(steps), plans, shared.worst)
-            for index, device in enumerate(devices):
-                step = steps[shared.worst[index]]
-                limits[device] = (allowed[index], step.sharing[index])
-                helds[device] = held[index]
+            # Where parts are shifted to, there are none; it is planned with the replicas that they belong to.
+            if home in replicas.devices and steps:
+                decided[home] = self._plans_of_device(replicas, here[0], steps, static)
+        # Only once every device has a plan: if one of them is refused, the plans of before stay in force.
+        self._decided.update(decided)
+        for one in decided.values():
+            for index, device in enumerate(one.devices):
+                self._limits[device] = (one.limits[index], one.worst_step(index).sharing[index])
                 self._peaks.passing[device] = static.coming_gradients(device) + static.passing(device)
-                said[device] = _origin(step.profiles[index], source, len(steps))
-        self._decided = decided
-        self._limits = limits
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
-        self._other_steps.plan_for(step for one in decided.values() for step in one.seen)
+        self._other_steps.plan_for(step for one in self._decided.values() for step in one.seen)
         self._list_plans()
-        for device, remark in said.items():
-            limit, sharing = self._limits[device]
-            rank_zero_info(_announcement(device, self.plans[device], helds[device], limit, sharing, remark))
+        for one in decided.values():
+            for index, device in enumerate(one.devices):
+                remark = _origin(one.worst_step(index).profiles[index], source, len(one.seen))
+                limit, sharing = self._limits[device]
+                rank_zero_info(_announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
+
+    def _plans_of_device(
+        self, replicas: ReplicaSet, largest: BatchSlice, steps: list[SeenStep], static: StaticMemory
+    ) -> _Decided:
+        """The plans of the devices that the replicas on one device run on.
+
+        Args:
+            replicas: All of them.
+            largest: The slice that fills the device most.
+            steps: One of each shape that was seen there.
+            static: What a step needs beside its activations.
+
+        Raises:
+            BudgetError: a budget cannot be met.
+        """
+        home = largest.replica.device
+        devices = devices_of(largest.replica)
+        limits = [self.budgets.limit(device, replicas.devices) for device in devices]
+        free = [self._room(device, static, limit) for device, limit in zip(devices, limits, strict=True)]
+        held = [limit - room for limit, room in zip(limits, free, strict=True)]
+        # Every plan is forecast for all of these, so planning would take longer
+        # with each new shape of batch.
+        steps = most_demanding(steps, partial(demand, free=free))
+        rooms = []
+        for step in steps:
+            # All replicas of a device have run forward before the first backward, so their
+            # activations are there together.
+            rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
+        # A plan that still does is kept, without a search; those of all devices decide alike.
+        now = self._decided[home].plans[0] if home in self._decided else None
+        try:
+            profiles = [step.profiles for step in steps]
+            # What is free differs by some bytes in each run, so it cannot be
+            # part of the key in the cache.
+            measured = any(self.budgets.is_measured(device, replicas.devices) for device in devices)
+            shared = self.cache.plan_shapes(replicas.root.module, profiles, rooms, self.planner, now, measured=measured)
+        except BudgetError as error:
+            # Without a least number of bytes there is nothing to tell beside
+            # what the error says already.
+            if error.smallest is not None:
+                index = error.device_index
+                self._explain(error, devices[index], held[index], limits[index], steps[-1].sharing[index])
+            raise
+        again = 0.0
+        if self.runs_forward_twice:
+            profile = steps[shared.worst[0]].profiles[0]
+            # The first of two passes runs without a graph: it takes the time of a forward,
+            # and no memory for backward.
+            again = profile.forward_seconds / profile.step_seconds
+        plans = self._in_micro_batches(shared.plans, replicas, largest, again)
+        return _Decided(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held))
 
     def _in_micro_batches(
         self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
