@@ -70,6 +70,7 @@ class Outcome:
 
     value: Any = None
     error: BaseException | None = None
+    is_late: bool = False  # it was given up beyond the deadline, so it is what others have waited for
 
 
 class Executor(ABC):
@@ -344,7 +345,7 @@ class ThreadedExecutor(Executor):
         if late:
             self._abandon(tasks, running, rendezvous_slot)
         for index, error in late.items():
-            outcomes[index] = Outcome(error=error)
+            outcomes[index] = Outcome(error=error, is_late=True)
         return outcomes
 
     def _await(self, tasks: Sequence[Task], finished: "queue.SimpleQueue[int]") -> dict[int, CollectiveError]:
@@ -423,15 +424,19 @@ def _values(tasks: Sequence[Task], outcomes: list[Outcome]) -> list[Any]:
 
 def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseException:
     """The lowest replica's error, with notes; errors of those that only waited come last."""
-    failed: list[tuple[Task, BaseException]] = []
+    causes: list[tuple[Task, BaseException]] = []
+    waited: list[tuple[Task, BaseException]] = []
     for task, outcome in zip(tasks, outcomes, strict=True):
-        if outcome.error is not None:
-            failed.append((task, outcome.error))
-    # The sort is stable: causes before those that waited for them, each in the order of replicas.
-    failed.sort(key=lambda item: isinstance(item[1], CollectiveError))
-    first, error = failed[0]
+        if outcome.error is None:
+            continue
+        # Those that meet may give up just before a late one is given up, which alone knows where it is.
+        if isinstance(outcome.error, CollectiveError) and not outcome.is_late:
+            waited.append((task, outcome.error))
+        else:
+            causes.append((task, outcome.error))
+    (first, error), *others = [*causes, *waited]
     note_replica(error, first.replica, first.device, first.stage)
-    for task, other in failed[1:]:
+    for task, other in others:
         if other is not error:  # one that was raised where they met
             error.add_note(f"Replica {task.replica} on {task.device} failed too: {describe_error(other)}")
     return error
