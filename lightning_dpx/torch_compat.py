@@ -6,6 +6,7 @@ this file only the names of operators and of autograd nodes (``torch.ops.aten._x
 are used: in the recipes and in the tables of costs, one entry of which describes one operator.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import _appdirs
 from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
-from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext
+from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext, innermost_backend
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -305,6 +306,16 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._dynamo.config": PrivateName(
         why="limits of recompilation", without="dpx bench plan --compile falls back to eager without a word"
     ),
+    "torch._dynamo.optimize": PrivateName(
+        why="one compiler for several functions, apart from the code that they have already",
+        without="plans cannot tell compiled parts to save less",
+    ),
+    "torch._dynamo.eval_frame.innermost_backend": PrivateName(
+        why="what compiles a function, to have it do so again", without="likewise"
+    ),
+    "torch._dynamo.optimize(backend='eager')._dynamic": PrivateName(
+        why="a setting of a compiled function, likewise", without="likewise"
+    ),
     "torch._dynamo.list_backends": PrivateName(why="names for an error", without="dpx bench plan --compile-backend"),
     "torch._dynamo.lookup_backend": PrivateName(why="checks a name", without="dpx bench plan --compile-backend"),
     "torch._functorch.config": PrivateName(
@@ -592,6 +603,46 @@ def functorch_config() -> Any:
     return config
 
 
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """How a function was compiled.
+
+    Attributes:
+        function: What was compiled.
+        backend: What compiles its graphs.
+        fullgraph: Whether it has to be one graph.
+        dynamic: Whether sizes may vary.
+    """
+
+    function: Any
+    backend: Any
+    fullgraph: bool
+    dynamic: bool | None
+
+
+def compile_settings_of(compiled: Any) -> CompileSettings | None:
+    """How ``compiled`` was compiled, if ``torch.compile`` has made it."""
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is None or not inspect.isfunction(compiled):
+        return None
+    context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    if not isinstance(context, _TorchDynamoContext):
+        return None
+    callback: Any = context.callback
+    return CompileSettings(original, innermost_backend(callback), context.fullgraph, context._dynamic)
+
+
+def compiler_apart(backend: Any, *, fullgraph: bool, dynamic: bool | None) -> Any:
+    """Compiles functions; what it has compiled does not count among the recompilations of others.
+
+    Torch 2.12 and before count all of them together.
+    """
+    from torch._dynamo import optimize
+
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    return optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+
+
 def compile_backends() -> list[str]:
     """The names that ``torch.compile`` knows, likewise."""
     from torch._dynamo import list_backends
@@ -661,25 +712,25 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 __all__ = [
-    "AnyBatchNorm", "AnyInstanceNorm", "COLLECTIVES", "COMPILER_TYPES", "apply_to_tensors", "DisableAutocast",
-    "DisableFuncTorch", "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor",
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "OptimizedModule", "PRIVATE_NAMES", "PrivateName",
-    "ProfilerConfig", "ProfilerEventType", "TorchDispatchMode", "backward_hooks_of", "backward_pre_hooks_of",
-    "buffers_of", "check_input_dim", "compile_backends", "compiled_call_of", "current_function_mode",
-    "current_graph_task_id", "default_store", "disable_current_modes", "dynamo_config", "end_legacy_profiler",
-    "engine_code", "execution_engine", "fake_store",
-    "find_compile_backend", "flatten_dense", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_",
-    "foreach_mul_", "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs",
-    "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes",
-    "functorch_config", "gathered_bytes", "gathered_dtype", "has_any_global_hook", "has_legacy_profiler",
-    "has_storage", "inductor_compiler", "innermost_transform", "is_any_autocast_enabled",
-    "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view",
-    "key_of", "on_distributed_tensors", "on_tensors_of_tensors", "len_torch_dispatch_stack",
-    "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter", "original_of", "output_metadata",
-    "overload_name", "parameters_of", "pop_saved_tensors_hooks", "post_accumulate_hooks_of",
-    "privateuse1_backend_name", "profiler_is_enabled", "push_saved_tensors_hooks", "pynvml_handler", "pytree",
-    "register_device_module", "reset_sharded", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of",
-    "sharded_parameters", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "tree_flatten",
+    "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
+    "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
+    "compiler_apart", "COMPILER_TYPES", "CompileSettings", "current_function_mode", "current_graph_task_id",
+    "default_store", "disable_current_modes", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
+    "DisableTorchFunction", "DisableTorchFunctionSubclass", "dynamo_config", "end_legacy_profiler", "engine_code",
+    "execution_engine", "fake_store", "FakeTensor", "FakeTensorMode", "find_compile_backend", "flatten_dense",
+    "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_", "foreach_mul_", "forward_hooks_always_called",
+    "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
+    "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_dtype",
+    "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
+    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled",
+    "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
+    "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",
+    "OpOverloadPacket", "OptimizedModule", "original_of", "output_metadata", "overload_name", "parameters_of",
+    "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "PRIVATE_NAMES", "PrivateName",
+    "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig", "ProfilerEventType",
+    "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module", "reset_sharded",
+    "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters",
+    "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "TorchDispatchMode", "tree_flatten",
     "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "user_cache_dir",
     "version_counter", "view_base", "weak_storage", "with_memory_in",
 ]  # fmt: skip

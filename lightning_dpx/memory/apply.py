@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from torch import nn
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
@@ -378,6 +380,14 @@ class AppliedPlan:
         self._handles: list[Any] = []
         self.values: Rematerialisation | None = None
         self._replays: Replays | None = None
+        # First, as hooks go round the code that is there.
+        self._code = CodeShares(module, plan.shares)
+        for path, why in self._code.refused.items():
+            warnings.warn(
+                f"The plan has {path or 'the model'} save {plan.shares[path]:.0%} of what its compiled code would, but "
+                f"{why}: it saves all of it, and the peak is a higher one. Compile it before the plan is put on.",
+                stacklevel=3,
+            )
         if plan.replayed:
             self._replays = Replays(module, plan.replayed)
         if plan.dropped or watches:
@@ -427,7 +437,7 @@ class AppliedPlan:
     @property
     def not_found(self) -> dict[str, str]:
         """Values that the plan drops but that had to be kept, and why."""
-        refused: dict[str, str] = {}
+        refused: dict[str, str] = dict(self._code.refused)
         if self.values is not None:
             # In a step that leaves the routine the hooks try more than the plan names.
             for name, why in self.values.refused.items():
@@ -453,6 +463,7 @@ class AppliedPlan:
             self._replays.remove()
         for handle in self._handles:
             handle.remove()
+        self._code.remove()
 
 
 def _saves_for_hooks() -> bool:

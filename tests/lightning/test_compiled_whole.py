@@ -195,7 +195,6 @@ class Wide(Model):
         self.net = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
 
 
-@pytest.mark.filterwarnings("ignore:net.1 is compiled .4 such parts")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_replicas_with_a_budget_replay_compiled_blocks(caplog: pytest.LogCaptureFixture) -> None:
     found = []

@@ -95,6 +95,25 @@ def code_of(module: nn.Module) -> Callable[..., Any]:
     return code
 
 
+def own_code(module: nn.Module) -> dict[str, Any]:
+    """What ``module`` itself calls that may be compiled, by the name of the attribute that holds it."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        code = value.code if isinstance(value, _HookedCall) else value
+        if callable(code) and not isinstance(code, nn.Module):
+            found[name] = code
+    return found
+
+
+def exchange_code(module: nn.Module, name: str, code: Callable[..., Any]) -> None:
+    """Has ``module`` call ``code`` instead of what the attribute holds, between the same hooks."""
+    held = vars(module)[name]
+    if isinstance(held, _HookedCall):
+        held.code = code
+    else:
+        vars(module)[name] = code
+
+
 def uncompiled_of(module: nn.Module) -> nn.Module:
     """What ``torch.compile(module)`` was given, or ``module`` itself."""
     return original_of(module) if isinstance(module, OptimizedModule) else module

@@ -34,7 +34,7 @@ def plan_devices(
         BudgetError: a budget cannot be met; :attr:`BudgetError.device_index` tells which one.
     """
     if len(profiles) > 1:  # a call may have parts on both
-        profiles = [replace(profile, calls=(), holds=()) for profile in profiles]
+        profiles = [replace(profile, calls=(), holds=(), codes=()) for profile in profiles]
     rooms = list(budgets)
     peaks = [profile.peak for profile in profiles]
     for _ in range(_ATTEMPTS):

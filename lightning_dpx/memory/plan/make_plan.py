@@ -1,10 +1,12 @@
 """From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import budget_error, surely_needed
+from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
 from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, least_seconds_with_offloading, ways_to_offload
 from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, Model, fingerprint_of
 from lightning_dpx.memory.plan.planners.milp import programmed
@@ -16,6 +18,7 @@ from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
 from lightning_dpx.memory.profile.data import Profile, SavedValue
+from lightning_dpx.units import format_bytes
 
 _NEAR = 1.35  # times the extra time of the best: a plan that is said to take so much may be faster
 
@@ -89,16 +92,67 @@ def plan_candidates(
     """
     chosen = make_planner(planner)
     # What fits as it is needs no search, and no plan is faster than one that drops nothing.
+    shares: Mapping[str, float] = {}
     if budget is not None and profile.peak <= budget:
-        original = Problem(profile)
-        found = [Mixed(frozenset(), original, Choice())]
+        original, found = _as_it_is(profile)
     else:
-        original, found = _found(profile, budget, chosen)
+        shares, original, found = _with_or_without_shares(profile, budget, chosen)
     best_one = found[0]
-    bound = None if budget is None else _bound(profile, budget, original, best_one.seconds)
+    # What is proved about values says nothing about compiled code that saves less.
+    is_proved = budget is not None and not shares
+    bound = _bound(profile, budget or 0, original, best_one.seconds) if is_proved else None
     # Without a budget the fewest bytes count, which need not be timed.
     others = [] if budget is None else _of_other_sorts(found, budget)
-    return [_plan_of(module, profile, budget, chosen, mixed, bound) for mixed in (best_one, *others)]
+    step = with_shares(profile, shares)
+    shared = tuple(_decisions_about_code(profile, shares))
+    plans = []
+    for mixed in (best_one, *others):
+        plan = _plan_of(module, step, budget, chosen, mixed, bound)
+        plans.append(replace(plan, unplanned_peak=profile.peak, decisions=(*shared, *plan.decisions)))
+    return plans
+
+
+def _as_it_is(profile: Profile) -> tuple[Problem, list[Mixed]]:
+    problem = Problem(profile)
+    return problem, [Mixed(frozenset(), problem, Choice())]
+
+
+def _with_or_without_shares(
+    profile: Profile, budget: int | None, chosen: Planner
+) -> tuple[Mapping[str, float], Problem, list[Mixed]]:
+    """Shares of compiled parts, none where the step is better without; and what was found for the step with them.
+
+    Raises:
+        BudgetError: nothing is within the budget.
+    """
+    shares = shares_for(profile, budget) if chosen.replays else {}
+    if not shares:
+        return {}, *_found(profile, budget, chosen)
+    tried: list[tuple[Mapping[str, float], Problem, list[Mixed]]] = []
+    smallest: list[int] = []
+    for some, step in ((shares, with_shares(profile, shares)), ({}, profile)):
+        fits = budget is not None and step.peak <= budget
+        try:
+            original, found = _as_it_is(step) if fits else _found(step, budget, chosen)
+        except BudgetError as error:
+            smallest.append(error.smallest or profile.peak)
+        else:
+            tried.append((some, original, found))
+    if not tried:
+        raise BudgetError(
+            f"A budget of {format_bytes(budget or 0)} for activations cannot be met; the smallest that can is "
+            f"{format_bytes(min(smallest))}, also where compiled parts save as little as they can, and without a plan "
+            f"it is {format_bytes(profile.peak)}. Allow more, or use a smaller batch.",
+            min(smallest),
+        )
+    return min(tried, key=lambda each: each[2][0].forecast.rank(budget))
+
+
+def _decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iterator[Decision]:
+    """A decision for each compiled part that saves less."""
+    for path, share in shares.items():
+        num_bytes, seconds = bytes_and_seconds(profile, path, share)
+        yield Decision(path, "compiled code", num_bytes, seconds, "save less", share=share)
 
 
 def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Problem, list[Mixed]]:

@@ -18,6 +18,7 @@ POET (Patil et al., 2022), which choose between offloading and computing again.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from lightning_dpx.memory.plan.code_shares import with_shares
 from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Problem
@@ -44,8 +45,8 @@ def ways_to_offload(profile: Profile) -> Iterator[Profile]:
 
 
 def as_planned(profile: Profile, plan: MemoryPlan) -> Profile:
-    """The step with the calls replayed that ``plan`` replays, and those values marked that it offloads."""
-    profile = replayed(profile, plan.replayed)
+    """The step with the shares of compiled parts, the replayed calls and the offloaded values of ``plan``."""
+    profile = replayed(with_shares(profile, plan.shares), plan.replayed)
     names = plan.names("offload")
     if not names:
         return profile

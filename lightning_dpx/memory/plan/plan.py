@@ -14,7 +14,9 @@ from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
 from lightning_dpx.notebook import html_table
 from lightning_dpx.units import MIB, format_mib
 
-Action = Literal["keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay"]
+Action = Literal[
+    "keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay", "save less"
+]  # fmt: skip
 _VERSION = 1
 
 
@@ -42,8 +44,10 @@ class Decision:
         action: ``"keep"``; ``"recompute"``; ``"recompute each time"``: it does not stay even where the recomputation
             of another value comes by and it will be needed again; ``"compress"`` and ``"compress each time"``, for a
             mask; ``"offload"``: it rests in the host's memory; ``"replay"``, for a call: it is made again as a
-            whole; for a value: with a call.
+            whole; for a value: with a call; ``"save less"``, for a compiled part: its code saves a share of what it
+            would, and computes the rest again.
         calls: The module calls that are made again for a value, where no operator can be repeated for it, or none is.
+        share: Of the bytes that a compiled part would save by itself, those that it may save: 0 to 1.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Decision:
     seconds: float
     action: Action
     calls: tuple[str, ...] = ()
+    share: float = 1.0
 
     @property
     def module(self) -> str:
@@ -130,9 +135,14 @@ class MemoryPlan:
         return frozenset(d.name for d in self.decisions if d.action == "replay" and not d.calls)
 
     @property
+    def shares(self) -> dict[str, float]:
+        """The compiled parts that save less, with the share that each may save."""
+        return {decision.name: decision.share for decision in self.decisions if decision.action == "save less"}
+
+    @property
     def keeps_all(self) -> bool:
         """Whether nothing is computed again, offloaded or compressed."""
-        return not self.dropped and not self.replayed
+        return not self.dropped and not self.replayed and not self.shares
 
     @property
     def num_recomputed(self) -> int:
@@ -304,6 +314,8 @@ def _check_sound(plan: MemoryPlan, path: str) -> None:
                 raise PlanError(f"{path}: {field}={getattr(decision, field)!r} of {decision.name!r} is not allowed.")
         if decision.action not in get_args(Action):
             raise PlanError(f"{path}: action={decision.action!r} of {decision.name!r} is not allowed.")
+        if not _is_share(decision.share):
+            raise PlanError(f"{path}: share={decision.share!r} of {decision.name!r} is not allowed.")
     for field in _HEAD:
         if not _is_sound_in_head(field, getattr(plan, field)):
             raise PlanError(f"{path}: {field}={getattr(plan, field)!r} is not allowed.")
@@ -318,15 +330,20 @@ def _row_of(decision: Decision) -> dict[str, Any]:
     row = {name: getattr(decision, name) for name in _FIELDS}
     # A whole number would be written without the point by which a line is read quickly.
     row["seconds"] = float(decision.seconds)
-    return {**row, "calls": decision.calls} if decision.calls else row
+    if decision.calls:
+        row["calls"] = decision.calls
+    if decision.share != 1:
+        row["share"] = float(decision.share)
+    return row
 
 
-_FIELDS = [field.name for field in fields(Decision) if field.name != "calls"]
+_OPTIONAL = ("calls", "share")
+_FIELDS = [field.name for field in fields(Decision) if field.name not in _OPTIONAL]
 
 
 def _decision(row: Any, where: str) -> Decision:
     """A decision from a line of a file; ``where`` that is, for errors."""
-    if not isinstance(row, dict) or row.keys() - {"calls"} != set(_FIELDS):
+    if not isinstance(row, dict) or row.keys() - {*_OPTIONAL} != set(_FIELDS):
         raise PlanError(f"{where} must have exactly {', '.join(_FIELDS)}; it is {row!r}.")
     if row["action"] not in get_args(Action):
         raise PlanError(f"{where}: action={row['action']!r} is not allowed; give one of {', '.join(get_args(Action))}.")
@@ -336,7 +353,14 @@ def _decision(row: Any, where: str) -> Decision:
     calls = row.get("calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, str) for call in calls):
         raise PlanError(f"{where}: calls={calls!r} is not allowed; give a list of names of module calls.")
-    return Decision(**{**row, "calls": tuple(calls)})
+    share = row.get("share", 1.0)
+    if not isinstance(share, _NUMBER) or not _is_share(share):
+        raise PlanError(f"{where}: share={share!r} is not allowed; give a number from 0 to 1.")
+    return Decision(**{**row, "calls": tuple(calls), "share": share})
+
+
+def _is_share(value: float) -> bool:
+    return not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _is_sound(value: Any) -> bool:
@@ -356,6 +380,8 @@ def _is_sound_in_head(field: str, value: Any) -> bool:
 def _checksum(plan: MemoryPlan) -> str:
     """Changes with what a step does under the plan, and with nothing else that a file holds."""
     text = "\n".join(f"{decision.name} {decision.action}" for decision in plan.decisions)
+    for name, share in plan.shares.items():
+        text += f"\n{name} saves {float(share)!r}"
     # Left out where a plan does without, so that files from before these fields keep their figures.
     if plan.prefetch_depth:
         text += f"\noverlap {plan.prefetch_depth}"

@@ -2,29 +2,39 @@
 
 A step is profiled operator by operator, uncompiled. Compiled code fuses operators and chooses what to save; here a step
 runs once as it is, with the allocator's account taken round every compiled call, forward and backward, and the
-profile gets those bytes:
+profile gets those bytes. It runs again with compiled parts that save less, which is what a plan may choose:
 
     bytes   eager    __/''\\__ ... __/'\\__          compiled    __/'\\__ ... __/'\\__
                      call    kept   backward                   call   kept  backward
 """
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
+from lightning_dpx.devices import synchronize
+from lightning_dpx.memory.execute.code_shares import CodeShares
+from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
 from lightning_dpx.memory.execute.module_calls import compiled_parts
-from lightning_dpx.memory.profile.data import Profile, SavedCall
-from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
+from lightning_dpx.memory.profile.code_runs import curve_of_runs
+from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
+from lightning_dpx.memory.profile.step_timer import clock_of
+from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
 from lightning_dpx.python_objects.untouched import untouched
 from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves
 
 _BACKWARD = "CompiledFunctionBackward"
+_SHARES = (0.0, 0.75, 0.5, 0.25)  # that compiled parts are tried with; the least first, as it tells whether any does
+_TIMED = 3  # steps with each share
 
 
 @dataclass(slots=True)
@@ -32,44 +42,105 @@ class _Seen:
     """A compiled call of a step.
 
     Attributes:
+        gradients: Bytes of each of the first gradients of parameters.
+        kind: Equal for calls of equal code.
+        begin: Bytes that are there when it begins, beyond those when the first such call does.
+        end: Bytes that are there when it is over, beyond those.
         forward: Bytes at the most while it runs, beyond those that were there before.
+        stays: Bytes that are still there when the next such call begins, beyond those; of the last, when it is over.
         saved: Bytes of what it saves and was not given.
         backward: Bytes at the most while its backward runs, beyond those that were there before and without first
             gradients of parameters; -1 if not known.
-        gradients: Bytes of each of those gradients.
+        seconds: Of both.
     """
 
     gradients: Sequence[int]
+    kind: Any = None
+    begin: int = 0
+    end: int = 0
     forward: int = 0
+    stays: int = 0
     saved: int = 0
     backward: int = -1
-    _started: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def start(self, account: Account) -> None:
-        self._started.append(account.start())
 
-    def stop(self, account: Account) -> Taken:
-        return account.stop(self._started.pop())
+class _Bytes:
+    """What comes and goes between moments of a step.
+
+    The account of the host must end where it began: both outside of autograd's nodes, or both in the same.
+
+    Args:
+        device: Whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._account = account_of(device)
+        self._started: Any = None
+
+    def begin(self) -> None:
+        """The first moment."""
+        self._started = self._account.start()
+
+    def end(self) -> Taken:
+        """The last moment: what was taken since the one before; nothing if there was none."""
+        started, self._started = self._started, None
+        return Taken() if started is None else self._account.stop(started)
+
+
+class _Seconds:
+    """The time between two moments of a step.
+
+    Args:
+        device: Where it runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock = clock_of(device)
+        self._last = 0.0
+
+    def begin(self) -> None:
+        """The first moment."""
+        synchronize(self._device)
+        self._last = self._clock()
+
+    def end(self) -> float:
+        """The last moment: seconds since the one before."""
+        synchronize(self._device)
+        return self._clock() - self._last
 
 
 class _CompiledCalls:
-    """Watches the compiled calls of ``module`` on ``device``.
+    """Watches the compiled calls of ``module`` on ``device``: their bytes, or their times.
+
+    Args:
+        module: What runs.
+        device: Where.
+        accumulates: Whether backward adds to gradients that are there.
+        count: How many calls there are in a step, if it is to watch bytes.
 
     Attributes:
         seen: By the name of the call.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, accumulates: bool) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, accumulates: bool, count: int = 0) -> None:
         self.seen: dict[str, _Seen] = {}
-        self._account = account_of(device)
+        self._bytes = _Bytes(device)
+        self._seconds = _Seconds(device)
+        self._count = count
+        self._live = 0
         self._running: _Seen | None = None
+        self._left: _Seen | None = None  # the last call, until the next begins
         self._numbers: dict[str, int] = {}
-        tensors = [*module.parameters(), *module.buffers()]
+        self._parameters = list(module.parameters())
+        tensors = [*self._parameters, *module.buffers()]
         # Keys of storages that live as long as they are here: backward must find nothing held that it would let go.
         self._known = {key_of(tensor.untyped_storage()) for tensor in tensors}
         self._given: set[int] = set()
-        parts = dict(module.named_modules())
         self._handles: list[Any] = []
+        self._root: _Seen | None = None
+        parts = dict(module.named_modules())
         for path in compiled_parts(module):
             # The first gradients that a backward makes stay, and are no activations; where it adds
             # to earlier ones, its own are gone at its end and count.
@@ -78,40 +149,75 @@ class _CompiledCalls:
                 for parameter in parts[path].parameters():
                     if parameter.requires_grad:
                         gradients.append(parameter.nbytes)
-            enter = partial(self._enter, path, gradients)
-            # module.compile() compiles the call with its hooks; torch.compile(module) leaves them
-            # outside.
-            if compiled_call_of(parts[path]) is not None:
-                self._handles.append(hook_compiled_call(parts[path], enter, self._leave))
-            else:
-                self._handles.append(parts[path].register_forward_pre_hook(enter, with_kwargs=True))
-                self._handles.append(parts[path].register_forward_hook(self._leave, always_call=True))
+            self._hook(path, parts[path], gradients)
 
-    def watch(self, step: Callable[[], None]) -> None:
-        """Runs a step."""
+    def _hook(self, path: str, part: nn.Module, gradients: Sequence[int]) -> None:
+        if not path:
+            # All of the step is in its code, or right behind it.
+            self._root = self.seen[path] = _Seen(gradients)
+            return
+        enter = partial(self._enter, path, gradients)
+        # module.compile() compiles the call with its hooks; torch.compile(module) leaves them
+        # outside.
+        if compiled_call_of(part) is not None:
+            self._handles.append(hook_compiled_call(part, enter, self._leave))
+        else:
+            self._handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+
+    def watch(self, step: Callable[[], None]) -> dict[str, _Seen]:
+        """Runs a step, and gives what was seen."""
         # What autograd calls within compiled code would be compiled as well.
         pack: Any = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
+        # Those of the step before would go within this one.
+        for parameter in self._parameters:
+            parameter.grad = None
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
+                if self._root is not None:
+                    self._before(self._root, None)
                 step()
+                if self._root is not None:
+                    self._after(self._root, None, None)
         finally:
+            self._bytes.end()
             for handle in self._handles:
                 handle.remove()
+        return self.seen
 
-    def _enter(self, path: str, gradients: Sequence[int], _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, path: str, gradients: Sequence[int], module: nn.Module, args: Any, kwargs: Any) -> None:
         number = self._numbers[path] = self._numbers.get(path, 0) + 1
-        # By the names that CallNames gives to calls.
-        self._running = seen = self.seen[path if number == 1 else f"{path}#{number}"] = _Seen(gradients)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
-        seen.start(self._account)
+        # By the names that CallNames gives to calls.
+        self._running = seen = self.seen[path if number == 1 else f"{path}#{number}"] = _Seen(gradients)
+        seen.kind = type(uncompiled_of(module))
+        if self._count:
+            self._live += self._bytes.end().stays  # nothing before the first of all
+            seen.begin = self._live
+            if self._left is not None:
+                self._left.stays = self._live - self._left.begin
+            self._bytes.begin()
+        else:
+            self._seconds.begin()
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         seen = self._running
         self._running = None
         if seen is None:
             return
-        seen.forward = seen.stop(self._account).most
+        if self._count:
+            taken = self._bytes.end()
+            self._live += taken.stays
+            seen.forward, seen.end = taken.most, self._live
+            seen.stays = taken.stays
+            self._left = seen
+            # What is between calls is watched, too, but not what comes behind the last: that goes on
+            # into backward.
+            if len(self.seen) < self._count:
+                self._bytes.begin()
+        else:
+            seen.seconds += self._seconds.end()
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         nodes = {leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None}
         # Code in one piece has one node for all of its outputs, round whose backward the account
@@ -121,11 +227,17 @@ class _CompiledCalls:
             node.register_prehook(partial(self._before, seen))
             node.register_hook(partial(self._after, seen))
 
-    def _before(self, seen: _Seen, _gradients: Any) -> None:
-        seen.start(self._account)
+    def _before(self, _seen: _Seen, _gradients: Any) -> None:
+        if self._count:
+            self._bytes.begin()
+        else:
+            self._seconds.begin()
 
     def _after(self, seen: _Seen, _given: Any, _taken: Any) -> None:
-        seen.backward = most_without(seen.stop(self._account), seen.gradients)
+        if self._count:
+            seen.backward = most_without(self._bytes.end(), seen.gradients)
+        else:
+            seen.seconds += self._seconds.end()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._running is None or tensor.layout is not torch.strided:
@@ -136,6 +248,77 @@ class _CompiledCalls:
             self._known.add(key)
             self._running.saved += tensor.untyped_storage().nbytes()
         return tensor
+
+
+class _Trials:
+    """Runs a step of a module with compiled parts, again and again.
+
+    Args:
+        module: What runs.
+        step: A forward and its backward.
+        device: Whose memory.
+        accumulates: Whether backward adds to gradients that are there.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[[], None], device: torch.device, *, accumulates: bool) -> None:
+        self._module = module
+        self._step = step
+        self._device = device
+        self._accumulates = accumulates
+
+        self._paths = compiled_parts(module)
+
+    def by_share(self) -> dict[float, dict[str, _Seen]]:
+        """What was seen of every call, by the share that its part was allowed; 1 is as it is."""
+        found = {1.0: self._bytes(1.0)}
+        for share in _SHARES:
+            seen = self._bytes(share)
+            # What saves no less with the least share does not with others either, and every trial compiles.
+            if all(_bytes_of(each) == _bytes_of(found[1.0][name]) for name, each in seen.items()):
+                break
+            found[share] = seen
+        # In turns, as a machine that is slow for a while is slow for all of them.
+        times: dict[float, list[dict[str, _Seen]]] = {share: [] for share in found}
+        for _ in range(_TIMED if len(found) > 1 else 0):
+            for share, rounds in times.items():
+                with self._sharing(share):
+                    rounds.append(self._watch())
+        for share, rounds in times.items():
+            _note_seconds(found[share], rounds)
+        return found
+
+    @contextmanager
+    def _sharing(self, share: float) -> Iterator[None]:
+        code = CodeShares(self._module, dict.fromkeys(self._paths, share) if share < 1 else {})
+        try:
+            yield
+        finally:
+            code.remove()
+
+    def _bytes(self, share: float) -> dict[str, _Seen]:
+        with self._sharing(share):
+            seen = self._watch()  # what is not compiled yet, is
+            return self._watch(count=len(seen))
+
+    def _watch(self, *, count: int = 0) -> dict[str, _Seen]:
+        watch = _CompiledCalls(self._module, self._device, accumulates=self._accumulates, count=count)
+        return watch.watch(self._step)
+
+
+def _note_seconds(seen: dict[str, _Seen], rounds: Sequence[dict[str, _Seen]]) -> None:
+    kinds: dict[Any, list[_Seen]] = {}
+    for name, each in seen.items():
+        each.seconds = min((timed[name].seconds for timed in rounds), default=0.0)
+        kinds.setdefault((each.kind, *_bytes_of(each)), []).append(each)
+    # One of them may have been hit by whatever else the machine did; equal parts are to have equal prices.
+    for alike in kinds.values():
+        typical = statistics.median_low([each.seconds for each in alike])
+        for each in alike:
+            each.seconds = typical
+
+
+def _bytes_of(seen: _Seen) -> tuple[int, int, int]:
+    return seen.forward, seen.stays, seen.backward
 
 
 def most_without(taken: Taken, gradients: Sequence[int]) -> int:
@@ -150,13 +333,18 @@ def most_without(taken: Taken, gradients: Sequence[int]) -> int:
             out[size] += 1
     if not out:
         return max(0, taken.most)
-    live = most = 0
-    for size in taken.blocks:
+    lasting = set[int]()
+    # What stays came late, so of blocks of one size the last ones are left out.
+    for at in range(len(taken.blocks) - 1, -1, -1):
+        size = taken.blocks[at]
         if size > 0 and out[size]:
             out[size] -= 1
-            continue
-        live += size
-        most = max(most, live)
+            lasting.add(at)
+    live = most = 0
+    for at, size in enumerate(taken.blocks):
+        if at not in lasting:
+            live += size
+            most = max(most, live)
     return most
 
 
@@ -168,7 +356,7 @@ def with_compiled_code(
     *,
     accumulates: bool,
 ) -> Profile:
-    """``profile`` with what the compiled calls that may be replayed really take and save.
+    """``profile`` with what compiled calls really take, and what they would take if they saved less.
 
     Args:
         profile: Of the uncompiled step.
@@ -177,36 +365,57 @@ def with_compiled_code(
         device: Whose memory.
         accumulates: Whether backward adds to gradients that are there, and its own are gone afterwards.
     """
-    watch = _CompiledCalls(module, device, accumulates=accumulates)
     with untouched(module):
-        watch.watch(step)
-    curve = list(profile.curve)
-    calls = list(profile.calls)
-    for number, call in enumerate(calls):
-        if call.name in watch.seen:
-            calls[number] = _corrected(profile, number, watch.seen[call.name], curve)
-    return replace(profile, curve=tuple(curve), calls=tuple(calls))
+        by_share = _Trials(module, step, device, accumulates=accumulates).by_share()
+    itself = by_share[1.0]
+    curve = np.array(profile.curve, dtype=np.int64)
+    spans: Sequence[CompiledCall] = profile.codes
+    if "" in itself:  # compiled as a whole: one call from beginning to end
+        spans = [CompiledCall("", 0, 0, 0, len(curve))]
+        curve[0] = 0
+    codes = []
+    for span in spans:
+        if span.name in itself:
+            codes.append(replace(span, runs=_runs(span.name, by_share)))
+    curve = _measured(curve, codes, itself)
+    calls = []
+    for call in profile.calls:
+        seen = itself.get(call.name)
+        calls.append(call if seen is None else replace(call, small=seen.saved, most=seen.forward))
+    return replace(profile, curve=tuple(curve.tolist()), calls=tuple(calls), codes=tuple(codes))
 
 
-def _corrected(profile: Profile, number: int, seen: _Seen, curve: list[int]) -> SavedCall:
-    """The call with what its compiled code takes; ``curve``, bytes at every event, is changed."""
-    call = profile.calls[number]
-    holds = [hold for hold in profile.holds if hold.call == number and hold.asked >= 0]
-    asked = min((hold.asked for hold in holds), default=len(curve))
-    over = max((hold.end for hold in holds), default=len(curve))
-    # Nothing that compiled code saves has a name, so all of it counted as small so far.
-    more = seen.saved - call.small
-    for event in range(call.end, asked):
-        curve[event] += more
-    before = curve[call.begin - 1] if call.begin else 0
-    for event in range(call.begin, call.end):
-        curve[event] = before + seen.forward
-    if asked < len(curve):
-        curve[asked] = curve[asked - 1]
-    if seen.backward >= 0:
-        for event in range(asked + 1, over):
-            curve[event] = curve[asked] + seen.backward
-    return replace(call, small=seen.saved, most=seen.forward)
+def _measured(curve: np.ndarray, calls: Sequence[CompiledCall], seen: Mapping[str, _Seen]) -> np.ndarray:
+    """The bytes of the uncompiled step, ``curve``, as they are with compiled calls."""
+    moments: list[tuple[int, int]] = []  # event, and how many bytes more are there
+    start = int(curve[calls[0].begin]) if calls else 0
+    for call in calls:
+        each = seen[call.name]
+        moments.append((call.begin, start + each.begin - int(curve[call.begin])))
+        moments.append((call.end, start + each.end - int(curve[call.end])))
+    # When backward comes to a call, there is what was there when the next one began.
+    after = [more for _, more in moments[2::2]] + [more for _, more in moments[-1:]]
+    moments += [(call.asked, more) for call, more in zip(calls, after, strict=True)]
+    moments.sort()
+    more = np.zeros(len(curve), dtype=np.int64)
+    for (event, here), (later, there) in pairwise(moments):
+        more[event] = here
+        # What goes between the two may do so at its beginning or at its end.
+        more[event + 1 : later] = max(here, there) if later <= calls[-1].end else there
+    if moments:
+        more[moments[-1][0]] = moments[-1][1]
+    return curve_of_runs(curve + more, calls, [call.runs[0] for call in calls], [call.runs[0].stays for call in calls])
+
+
+def _runs(name: str, by_share: Mapping[float, Mapping[str, _Seen]]) -> tuple[CodeRun, ...]:
+    """How a call runs with each share, the largest first; only as it is where its backward cannot be told."""
+    runs: list[CodeRun] = []
+    for share in sorted(by_share, reverse=True):
+        seen = by_share[share][name]
+        if runs and (seen.backward < 0 or _bytes_of(seen) == (runs[-1].forward, runs[-1].stays, runs[-1].backward)):
+            continue
+        runs.append(CodeRun(share, *_bytes_of(seen), seen.seconds))
+    return tuple(runs)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

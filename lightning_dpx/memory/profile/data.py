@@ -120,6 +120,51 @@ class SavedCall:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeRun:
+    """A call of compiled code that may save a share of what it saves by itself.
+
+    Attributes:
+        share: Of its bytes, from 0 to 1; see ``torch._functorch.config.activation_memory_budget``.
+        forward: Bytes at the most while it runs, beyond those that were there before.
+        stays: Bytes that are still there when it is over, its output among them.
+        backward: Bytes at the most while its backward runs, beyond those that were there before.
+        seconds: Of its forward and its backward.
+    """
+
+    share: float
+    forward: int
+    stays: int
+    backward: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """A call of a compiled part.
+
+    Attributes:
+        name: Of the call.
+        begin: The event with what is there when it begins.
+        end: The event with what is there when it is over.
+        asked: The event with what is there when its backward begins.
+        over: The event at which that is over.
+        runs: The same call with other shares of what it may save, the largest first: the whole, as the curve has it.
+    """
+
+    name: str
+    begin: int
+    end: int
+    asked: int
+    over: int
+    runs: tuple[CodeRun, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """Of the part."""
+        return self.name.partition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """Autograd holds a value, or a tensor of a call that is too small to be one.
 
@@ -164,6 +209,7 @@ class Profile:
         usual_places: Places for each value that is made again, as the values' seconds count them already.
         communicates: Whether the step talks to other processes.
         units: Paths of the sharded parts within which values are made again, with spaces between.
+        codes: Calls of compiled parts.
     """
 
     values: tuple[SavedValue, ...]
@@ -186,6 +232,7 @@ class Profile:
     usual_places: float = 0.0
     communicates: bool = False
     units: str = ""
+    codes: tuple[CompiledCall, ...] = ()
 
     @property
     def peak(self) -> int:

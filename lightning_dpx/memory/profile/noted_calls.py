@@ -21,7 +21,7 @@ from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
-from lightning_dpx.memory.profile.data import Hold, SavedCall
+from lightning_dpx.memory.profile.data import CompiledCall, Hold, SavedCall
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 
@@ -178,7 +178,9 @@ class NotedCalls:
         """A call begins."""
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._noted))
-        noted = _Noted(call, parent, self._trace.now, len(self._buckets))
+        # What is there round compiled code is to be told exactly, so both of its ends are events.
+        begin = self._trace.mark() if self._is_compiled(call) else self._trace.now
+        noted = _Noted(call, parent, begin, len(self._buckets))
         self._noted.append(noted)
         # It stays among the open calls all the same, for those that are made in it.
         if call.obstacle:
@@ -208,10 +210,10 @@ class NotedCalls:
             return
         # It is kept until the calls are tried, and the graph that it stands in must not be.
         noted.call = call.apart()
-        noted.end = self._trace.now
+        noted.end = self._trace.mark() if self._is_compiled(call) else self._trace.now
         noted.count = len(self._buckets) - noted.first
         # Compiled code has no operators that could be repeated one by one.
-        fewest = 1 if call.name.partition("#")[0] in self._names.compiled else _FEWEST_TENSORS
+        fewest = 1 if self._is_compiled(call) else _FEWEST_TENSORS
         if call.obstacle or noted.count < fewest or self.units.holds_units(call.name.partition("#")[0]):
             noted.given = []
             return
@@ -403,6 +405,24 @@ class NotedCalls:
     @cached_property
     def _places(self) -> dict[int, int]:
         return {number: at for at, number in enumerate(self._tried)}
+
+    def compiled(self) -> tuple[CompiledCall, ...]:
+        """The calls of compiled parts whose backward asks for something, in order."""
+        asked: dict[int, int] = {}
+        over: dict[int, int] = {}
+        for span in self._small:
+            if span.asked >= 0:
+                asked[span.call] = min(asked.get(span.call, span.asked), span.asked)
+                end = self._trace.now if span.end < 0 else span.end
+                over[span.call] = max(over.get(span.call, end), end)
+        found = []
+        for number, noted in enumerate(self._noted):
+            if number in asked and self._is_compiled(noted.call):
+                found.append(CompiledCall(noted.call.name, noted.begin, noted.end, asked[number], over[number]))
+        return tuple(found)
+
+    def _is_compiled(self, call: Call) -> bool:
+        return call.name.partition("#")[0] in self._names.compiled
 
     def calls(self, ends: Sequence[int], storages: dict[int, int], end: int) -> tuple[SavedCall, ...]:
         """The calls that can be replayed, in the order in which they begin.

@@ -82,18 +82,12 @@ def profile_step(
         PlanError: the step leads to no backward.
     """
     # Hooks inside a compiled part would be compiled with it, so nothing in there gets a name: such
-    # a part is kept, or called again as a whole.
+    # a part is kept, called again as a whole, or saves less.
     if (compiled := compiled_parts(module)) == [""]:
         warnings.warn(
-            "The model is compiled as a whole, and keeps what its code saves: a plan has nothing to drop. Compile its "
-            "blocks instead (block.compile() for each), which can be called again one by one.",
-            stacklevel=2,
-        )
-    elif compiled:
-        warnings.warn(
-            f"{compiled[0]} is compiled ({len(compiled)} such parts): what compiled code takes inside itself is "
-            "predicted from its operators one by one, and it is kept or called again as a whole. The peak may be "
-            "another one.",
+            "The model is compiled as a whole: a plan can only have its code save less, and what backward computes "
+            "again is there all at once. Blocks that are compiled one by one (block.compile() for each) can be planned "
+            "for less.",
             stacklevel=2,
         )
     autocast = AmbientAutocast()
@@ -166,6 +160,13 @@ def _profiled(
                 backward(result)
 
         profile = with_compiled_code(profile, module, step, meter.device, accumulates=had_gradients)
+    elif compiled:
+        profile = replace(profile, codes=())
+        warnings.warn(
+            "What compiled code takes inside itself is predicted from its operators one by one, as it was not run, and "
+            "the peak may be another one.",
+            stacklevel=4,
+        )
     bookkeeping = meter.bookkeeping()
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
@@ -300,6 +301,7 @@ def _full_step(
     # A call cannot be made again before it is over, and a replay gives each tensor once: neither
     # will do where backwards run within the forward or ask again.
     calls, holds = ((), ()) if asks_itself or saves else hooks.calls_of(end)
+    codes = () if asks_itself or saves else hooks.calls.compiled()
     return Profile(
         values=tuple(hooks.found.values),
         storages=tuple(storages),
@@ -314,4 +316,5 @@ def _full_step(
         operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
         calls=calls,
         holds=holds,
+        codes=codes,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
+from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, SavedCall, SavedValue
 
 
 def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int) -> Profile:
@@ -32,6 +32,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         and len(few.storages) == len(more.storages)
         and few.requests == more.requests
         and list(map(_described_call, few.calls)) == list(map(_described_call, more.calls))
+        and list(map(_described_code, few.codes)) == list(map(_described_code, more.codes))
     )
     if not same:
         return scaled(more, target / rows[1])
@@ -64,6 +65,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         scale=target / rows[1],
         forward_seconds=time(few.forward_seconds, more.forward_seconds),
         calls=tuple(_between(a, b, line) for a, b in zip(few.calls, more.calls, strict=True)),
+        codes=tuple(_code_between(a, b, line) for a, b in zip(few.codes, more.codes, strict=True)),
     )
 
 
@@ -81,6 +83,28 @@ def _between(few: SavedCall, more: SavedCall, line: Callable[[float, float], flo
         small=round(line(few.small, more.small)),
         given_beside=sizes(few.given_beside, more.given_beside),
     )
+
+
+def _code_between(few: CompiledCall, more: CompiledCall, line: Callable[[float, float], float]) -> CompiledCall:
+    """The call of compiled code, likewise."""
+    runs = []
+    for low, high in zip(few.runs, more.runs, strict=True):
+        runs.append(
+            CodeRun(
+                high.share,
+                round(line(low.forward, high.forward)),
+                round(line(low.stays, high.stays)),
+                round(line(low.backward, high.backward)) if high.backward >= 0 else -1,
+                line(low.seconds, high.seconds),
+            )
+        )
+    return replace(more, runs=tuple(runs))
+
+
+def _described_code(call: CompiledCall) -> tuple[object, ...]:
+    """What a call of compiled code is, whatever its size."""
+    known = [(run.share, run.backward >= 0) for run in call.runs]
+    return call.name, call.begin, call.end, call.asked, call.over, *known
 
 
 def _described_call(call: SavedCall) -> tuple[object, ...]:
@@ -122,6 +146,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
         scale=profile.scale * factor,
         forward_seconds=profile.forward_seconds * factor,
         calls=tuple(_scaled(call, factor) for call in profile.calls),
+        codes=tuple(_scaled_code(call, factor) for call in profile.codes),
         place_seconds=profile.place_seconds * factor,
     )
 
@@ -136,3 +161,19 @@ def _scaled(call: SavedCall, factor: float) -> SavedCall:
         small=round(call.small * factor),
         given_beside=tuple((round(size * factor), event) for size, event in call.given_beside),
     )
+
+
+def _scaled_code(call: CompiledCall, factor: float) -> CompiledCall:
+    """The call of compiled code, likewise."""
+    runs = []
+    for run in call.runs:
+        runs.append(
+            replace(
+                run,
+                forward=round(run.forward * factor),
+                stays=round(run.stays * factor),
+                backward=round(run.backward * factor) if run.backward >= 0 else -1,
+                seconds=run.seconds * factor,
+            )
+        )
+    return replace(call, runs=tuple(runs))

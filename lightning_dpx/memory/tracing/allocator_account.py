@@ -57,10 +57,12 @@ class Taken(NamedTuple):
     Attributes:
         most: Bytes at the most at once, beyond those that were there before.
         blocks: Bytes of each block, in order, negative where it was given back; empty where they are not known.
+        stays: Bytes that are there at its end, beyond those that were there before.
     """
 
     most: int = 0
     blocks: Sequence[int] = ()
+    stays: int = 0
 
     def until_each_stays(self) -> list[tuple[int, int]]:
         """For every block that is still there at the end, in order: its bytes, and the most bytes before it came.
@@ -125,7 +127,7 @@ class HostAccount(Account):
         # Every operator of a step comes here. Events of other kinds have no size.
         threads = end_legacy_profiler()
         blocks = [size for events in threads for event in events if (size := event.cpu_memory_usage())]
-        return Taken(max(accumulate(blocks), default=0), blocks)
+        return Taken(max(accumulate(blocks), default=0), blocks, sum(blocks))
 
 
 class PeakAccount(Account):
@@ -143,4 +145,5 @@ class PeakAccount(Account):
     def stop(self, started: int) -> Taken:
         """The peak of the statistics, beyond what was there before."""
         with DisableTorchDispatch():
-            return Taken(max(0, allocated_and_peak(self._device)[1] - started))
+            allocated, peak = allocated_and_peak(self._device)
+            return Taken(max(0, peak - started), stays=allocated - started)

@@ -10,12 +10,19 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
+from lightning_dpx.torch_compat import find_compile_backend, functorch_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
 CHEAP = "aot_eager_decomp_partition"  # partitions as inductor does, and compiles nothing
+
+
+def stubborn(graph: Any, inputs: Any) -> Any:
+    """A backend that saves what it likes, whatever share it may."""
+    with functorch_config().patch(activation_memory_budget=1.0):
+        return find_compile_backend(CHEAP)(graph, inputs)
 
 
 class Block(nn.Module):
@@ -29,17 +36,17 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, form: str) -> None:
+    def __init__(self, form: str, backend: Any = CHEAP) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(64, 1)
         for index, block in enumerate(self.blocks):
             if form == "in place":
-                block.compile(backend=CHEAP)
+                block.compile(backend=backend)
             elif form == "method":
-                block.forward = torch.compile(block.forward, backend=CHEAP)
+                block.forward = torch.compile(block.forward, backend=backend)
             else:
-                self.blocks[index] = torch.compile(block, backend=CHEAP)
+                self.blocks[index] = torch.compile(block, backend=backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -60,11 +67,10 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:.* is compiled .4 such parts")
 @pytest.mark.parametrize("form", ["in place", "wrapped", "method"])
 def test_compiled_blocks_are_called_again_with_the_same_bits_and_no_more_code(form: str) -> None:
     torch.manual_seed(0)
-    model, x = Model(form), torch.randn(128, 64)
+    model, x = Model(form, stubborn), torch.randn(128, 64)
     expected = gradients(model, x)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     plan = dpx.search_plan(model, x, budget=0.8)
@@ -76,7 +82,8 @@ def test_compiled_blocks_are_called_again_with_the_same_bits_and_no_more_code(fo
     assert not applied.not_found
     dpx.remove_plan(model)
     assert all(map(torch.equal, gradients(model, x), expected))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 1, "hooks of ours are not compiled"
+    # One more share is tried, which changes nothing here.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 2, "hooks of ours are not compiled"
 
 
 def test_hooks_round_a_compiled_call_are_told_of_it_and_go() -> None:

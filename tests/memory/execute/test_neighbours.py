@@ -101,8 +101,7 @@ def test_compiled_parts_stay_compiled_and_right(backend: str, in_place: bool) ->
         else:
             model.blocks[index] = torch.compile(block, backend=backend)
     expected = gradients(model, x)
-    with pytest.warns(UserWarning, match=r"blocks\.1 is compiled \(3 such parts\)"):
-        plan = dpx.search_plan(model, x, budget=0.8)
+    plan = dpx.search_plan(model, x, budget=0.8)
     assert not plan.keeps_all
     applied = dpx.apply_plan(model, plan)
     assert all(map(torch.equal, gradients(model, x), expected))

@@ -16,7 +16,6 @@ from tests.memory.execute.test_compiled_calls import Model
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.* is compiled .4 such parts"),
 ]
 
 
