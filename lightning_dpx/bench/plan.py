@@ -9,7 +9,7 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpx.bench.allocations import peak_of_passing
-from lightning_dpx.bench.plan_peers import PEERS, compiled_models, require_compiler
+from lightning_dpx.bench.plan_peers import PEERS, compiled_models, compiled_regions, require_compiler
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainly
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, apply_plan, plan_profile, profile_step
@@ -118,10 +118,8 @@ def _running(model: Staged, runner: Runner) -> Iterator[None]:
         del model.runner
 
 
-def _planned(mode: str, model: Staged, plan: MemoryPlan, x: Tensor) -> _Contestant:
+def _planned(mode: str, own: nn.Module, plan: MemoryPlan, x: Tensor) -> _Contestant:
     """A copy of the model that follows ``plan`` for good: in its first step it learns where hooks are needed."""
-    # The model itself stays without a plan, for the others.
-    own = copy.deepcopy(model)
     apply_plan(own, plan)
     contestant = _Contestant(mode, own, nullcontext, plan.peak)
     for _ in range(2):
@@ -147,7 +145,8 @@ def compare_plans(
         rounds: Turns of every contestant.
         progress: Told what happens next.
         compile_budgets: Adds ``torch.compile`` without a budget, and with each of these: ``activation_memory_budget``
-            from 0 to 1. Compiling takes minutes; what is compiled in this process is forgotten (torch.compiler.reset).
+            from 0 to 1; and plans of a model whose parts are compiled one by one, at the peaks of these. Compiling
+            takes minutes; what is compiled in this process is forgotten (torch.compiler.reset).
         compile_backend: What compiles.
         missing: Told which contestant is left out, and why.
 
@@ -164,12 +163,16 @@ def compare_plans(
         torch.manual_seed(0)
         model = STAGED_MODELS[name].build()
         peers = [_Contestant(mode, model, partial(_running, model, runner)) for mode, runner in PEERS.items()]
+        compiles: Callable[[], nn.Module] | None = None
+        limit = 1
         if compile_budgets is not None:
             torch.compiler.reset()  # models before would count as recompilations of this one
             modules = compiled_models(model, compile_budgets, compile_backend)
             peers += [_Contestant(mode, module, nullcontext) for mode, module in modules.items()]
-        with dynamo_config().patch(recompile_limit=max(1, len(peers) - len(PEERS))):  # each is compiled once
-            results += _compare(name, model, peers, budgets, rounds, progress, missing)
+            compiles = partial(compiled_regions, model, compile_backend)
+            limit = len(modules) + len(list(model.modules()))  # each is compiled once
+        with dynamo_config().patch(recompile_limit=limit):
+            results += _compare(name, model, peers, budgets, rounds, progress, missing, compiles)
     return results
 
 
@@ -194,6 +197,7 @@ def _compare(
     rounds: int,
     progress: Callable[[str], None],
     missing: Callable[[str], None],
+    compiles: Callable[[], nn.Module] | None,
 ) -> list[Contest]:
     x = STAGED_MODELS[name].make_input(STAGED_MODELS[name].rows)
     unplanned = _Contestant("none", model, partial(_running, model, run_plainly))
@@ -211,24 +215,20 @@ def _compare(
         progress(f"{name}: {peer.mode} first ran in {time.perf_counter() - started:.2f} s")
         contestants.append(peer)
     peaks = {contestant.mode: contestant.peak(x) for contestant in contestants}
-    started = time.perf_counter()
-    # One profile serves all budgets.
-    profile = _profile(model, x)
-    progress(f"{name}: profiled in {time.perf_counter() - started:.2f} s")
     targets = {f"dpx {budget:.2f}": budget * peaks["none"] for budget in budgets}
     # For each peer a plan at its peak, so that only times are left to compare.
     targets |= {f"dpx at {peer.mode}": float(peaks[peer.mode]) for peer in contestants[1:]}
-    for mode, target in targets.items():
-        started = time.perf_counter()
-        try:
-            plan = plan_profile(model, profile, int(target))
-        except PlanError as error:
-            missing(f"{name}: {mode}: {error}")
-            continue
-        progress(f"{name}: {mode} planned in {time.perf_counter() - started:.2f} s")
-        contestants.append(_planned(mode, model, plan, x))
+    tell = partial(_told, name, progress)
+    leave_out = partial(_told, name, missing)
+    ours = list(_plans(partial(copy.deepcopy, model), targets, x, tell, leave_out))
+    if compiles is not None:
+        rivals = [mode for mode in peaks if mode.startswith("compiled ")]
+        at_rivals = {f"compiled dpx at {mode}": float(peaks[mode]) for mode in rivals}
+        ours += _plans(compiles, at_rivals, x, tell, leave_out)
+    for contestant in ours:
         # Measured and not taken from the plan, whose own figure stands beside it.
-        peaks[mode] = contestants[-1].peak(x)
+        peaks[contestant.mode] = contestant.peak(x)
+    contestants += ours
     expected = unplanned.gradients(x)
     agreements = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
     for turn in range(rounds):
@@ -256,7 +256,35 @@ def _compare(
     return results
 
 
-def _profile(model: Staged, x: Tensor) -> Any:
+def _told(name: str, tell: Callable[[str], None], text: str) -> None:
+    tell(f"{name}: {text}")
+
+
+def _plans(
+    make: Callable[[], nn.Module],
+    targets: Mapping[str, float],
+    x: Tensor,
+    progress: Callable[[str], None],
+    missing: Callable[[str], None],
+) -> Iterator[_Contestant]:
+    """Copies of a model that follow plans, each for the bytes of a target."""
+    model = make()
+    started = time.perf_counter()
+    # One profile serves all budgets.
+    profile = _profile(model, x)
+    progress(f"profiled in {time.perf_counter() - started:.2f} s")
+    for mode, target in targets.items():
+        started = time.perf_counter()
+        try:
+            plan = plan_profile(model, profile, int(target))
+        except PlanError as error:
+            missing(f"{mode}: {error}")
+            continue
+        progress(f"{mode} planned in {time.perf_counter() - started:.2f} s")
+        yield _planned(mode, make(), plan, x)
+
+
+def _profile(model: nn.Module, x: Tensor) -> Any:
     """The profile of the very step that is timed, which begins without gradients."""
     model.zero_grad(set_to_none=True)
     return profile_step(model, lambda: loss_of_output(model, x), torch.device("cpu"))
@@ -274,7 +302,7 @@ def agreement(given: list[Tensor], expected: list[Tensor]) -> tuple[bool, bool]:
 
 def format_contests(results: Sequence[Contest]) -> str:
     """One row per model and mode."""
-    head = f"{'model':6} {'mode':26} {'peak MiB':>9} {'share':>6} {'pred.':>6} {'step ms':>9} {'ratio':>6}  gradients"
+    head = f"{'model':6} {'mode':29} {'peak MiB':>9} {'share':>6} {'pred.':>6} {'step ms':>9} {'ratio':>6}  gradients"
     lines = [head]
     for row in results:
         gradients = "close" if row.close else "differ"
@@ -282,7 +310,7 @@ def format_contests(results: Sequence[Contest]) -> str:
             gradients = "same bits"
         predicted = "" if row.predicted_share is None else f"{row.predicted_share:.3f}"
         lines.append(
-            f"{row.model:6} {row.mode:26} {row.peak_mib:9.1f} {row.peak_share:6.3f} {predicted:>6} {row.step_ms:9.1f} "
+            f"{row.model:6} {row.mode:29} {row.peak_mib:9.1f} {row.peak_share:6.3f} {predicted:>6} {row.step_ms:9.1f} "
             f"{row.time_ratio:6.2f}  {gradients}"
         )
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The peers of ``dpx bench plan``: ways of checkpointing by hand, and what ``torch.compile`` recomputes."""
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -110,3 +111,20 @@ def compiled_models(model: nn.Module, budgets: Sequence[float], backend: str) ->
     """By mode: without a budget, which tells what fusion alone costs and saves, then with each of ``budgets``."""
     within = {f"compiled {budget:.2f}": compiled(model, budget, backend) for budget in budgets}
     return {"compiled": compiled(model, 1.0, backend), **within}
+
+
+def compiled_regions(model: nn.Module, backend: str) -> nn.Module:
+    """A copy of ``model`` in which each part is compiled by itself: its children, and the items of its lists."""
+    # What a copy of a compiled module runs may still be that of the original, so the copy comes first.
+    own = copy.deepcopy(model)
+    for name, child in list(own.named_children()):
+        if isinstance(child, nn.ModuleList):
+            for number, item in enumerate(child):
+                child[number] = _region(item, backend)
+        else:
+            setattr(own, name, _region(child, backend))
+    return own
+
+
+def _region(part: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(part, backend=backend, fullgraph=True)  # type: ignore[return-value]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_dpx.bench.micro_batch_plans import MicroBatchContest, format_micro_batches
-from lightning_dpx.bench.plan import Contest, format_contests
+from lightning_dpx.bench.plan import Contest, compare_plans, format_contests
 from lightning_dpx.bench.plan_peers import PEERS
-from lightning_dpx.bench.staged import STAGED_MODELS, Block, Chain, Patches
+from lightning_dpx.bench.staged import STAGED_MODELS, Block, Chain, Patches, StagedModel
 from lightning_dpx.bench.zoo_contest import compare_zoo, format_zoo
 from lightning_dpx.cli import main
 from lightning_dpx.commands import bench
@@ -49,18 +49,32 @@ def test_a_budget_that_cannot_be_met_and_a_peer_that_cannot_run_are_left_out_and
     assert "dpx: lstm: selective operators cannot run this model: Tensor cached" in printed.err
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own
-def test_compiled_peers_are_measured_with_and_without_budgets(capsys) -> None:
-    arguments = ["--models", "unet", "--budgets", "0.7", "--rounds", "1", "--json"]
-    compiling = ["--compile", "0.5", "--compile-backend", "aot_eager_decomp_partition"]
-    assert main(["bench", "plan", *arguments, *compiling]) == 0
-    rows = {row["mode"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+def test_compiled_peers_are_measured_with_and_without_budgets_and_plans(monkeypatch) -> None:
+    def perceptrons() -> Chain:
+        layers = [(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64)) for _ in range(4)]
+        return Chain(*(nn.Sequential(*each) for each in layers))
+
+    tiny = StagedModel(perceptrons, lambda rows: torch.randn(rows, 64), rows=512)
+    monkeypatch.setitem(STAGED_MODELS, "tiny", tiny)
+    told: list[str] = []
+    found = compare_plans(
+        ["tiny"], [0.7], 1, compile_budgets=[0.5], compile_backend="aot_eager_decomp_partition", missing=told.append
+    )
+    assert told == []
+    rows = {row.mode: row for row in found}
     modes = ["compiled", "compiled 0.50"]
-    assert all(rows[mode]["close"] and rows[mode]["predicted_share"] is None for mode in modes)
-    assert 1 > rows["compiled"]["peak_share"] > rows["compiled 0.50"]["peak_share"]
+    assert all(rows[mode].close and rows[mode].predicted_share is None for mode in modes)
+    assert 1 > rows["compiled"].peak_share > rows["compiled 0.50"].peak_share
     for mode in modes:
-        assert rows[f"dpx at {mode}"]["same_bits"]
-        assert rows[f"dpx at {mode}"]["peak_share"] <= rows[mode]["peak_share"]
+        assert rows[f"dpx at {mode}"].same_bits
+        assert rows[f"dpx at {mode}"].peak_share <= rows[mode].peak_share
+    ours = rows["compiled dpx at compiled 0.50"]
+    assert ours.close
+    assert ours.predicted_share == pytest.approx(ours.peak_share, rel=0.05)
+    assert ours.peak_share <= 1.05 * rows["compiled 0.50"].peak_share
+    torch.compiler.reset()
 
 
 def test_a_budget_of_the_compiler_is_a_share(capsys) -> None:
