@@ -8,6 +8,7 @@ profile gets those bytes. It runs again with compiled parts that save less, whic
                      call    kept   backward                   call   kept  backward
 """
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.devices import synchronize
+from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
 from lightning_dpx.memory.execute.module_calls import compiled_parts
@@ -34,6 +35,8 @@ from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves
 
 _BACKWARD = "CompiledFunctionBackward"
 _SHARES = (0.0, 0.75, 0.5, 0.25)  # that compiled parts are tried with; the least first, as it tells whether any does
+_ROUNDING = 1e-3  # of the largest element of a gradient; other masks of a dropout make a tenth and more
+_LOG = logging.getLogger("lightning_dpx")
 _TIMED = 3  # steps with each share
 
 
@@ -271,11 +274,19 @@ class _Trials:
     def by_share(self) -> dict[float, dict[str, _Seen]]:
         """What was seen of every call, by the share that its part was allowed; 1 is as it is."""
         found = {1.0: self._bytes(1.0)}
+        expected = self._gradients()
         for share in _SHARES:
             seen = self._bytes(share)
+            gradients = self._gradients()
             # What saves no less with the least share does not with others either, and every trial compiles.
             if all(_bytes_of(each) == _bytes_of(found[1.0][name]) for name, each in seen.items()):
                 break
+            # Torch draws random numbers anew where it computes dropout again on the host.
+            if not _are_close(gradients, expected):
+                _LOG.info(
+                    "dpx: compiled parts that save %.0f%% give other gradients, and no plan has them so.", 100 * share
+                )
+                continue
             found[share] = seen
         # In turns, as a machine that is slow for a while is slow for all of them.
         times: dict[float, list[dict[str, _Seen]]] = {share: [] for share in found}
@@ -302,7 +313,28 @@ class _Trials:
 
     def _watch(self, *, count: int = 0) -> dict[str, _Seen]:
         watch = _CompiledCalls(self._module, self._device, accumulates=self._accumulates, count=count)
-        return watch.watch(self._step)
+        devices = [] if is_host(self._device) else [self._device]
+        # The same random numbers in every step, or gradients could not be compared.
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            torch.manual_seed(0)
+            return watch.watch(self._step)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        gradients = [parameter.grad for parameter in self._module.parameters()]
+        return [gradient.detach().clone() for gradient in gradients if gradient is not None]
+
+
+def _are_close(gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the same up to the rounding of other kernels, against the largest element of each."""
+    if len(gradients) != len(expected):
+        return False
+    for one, other in zip(gradients, expected, strict=True):
+        if one.layout is not torch.strided or not one.numel():
+            continue
+        tolerance = max(_ROUNDING, 16 * torch.finfo(one.dtype).eps) * float(other.abs().max())
+        if not float((one - other).abs().max()) <= tolerance:
+            return False
+    return True
 
 
 def _note_seconds(seen: dict[str, _Seen], rounds: Sequence[dict[str, _Seen]]) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.profile.compiled_code import most_without
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.tracing.allocator_account import Taken
-from tests.memory.execute.test_compiled_calls import Model
+from tests.memory.execute.test_compiled_calls import CHEAP, Model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
@@ -63,3 +64,39 @@ def test_what_compiled_code_saves_too_is_not_dropped_elsewhere() -> None:
     refused = {value.name: value.refused for value in profile.values}
     assert refused["1:1"] == "", "the input of the GELU is nothing to compiled code"
     assert refused["2:1"] == "compiled code saves it, too", "it is the input of the first block"
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.two(torch.tanh(nn.functional.dropout(self.one(x)))), 0.3)
+
+
+def test_no_share_is_offered_with_which_random_numbers_are_drawn_anew() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Dropping(), Dropping()), torch.randn(512, 64)
+    for part in model:
+        part.compile(backend=CHEAP)
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    model.zero_grad()
+    profile = profile_step(model, lambda: model(x).sum(), torch.device("cpu"))
+    for share in {run.share for call in profile.codes for run in call.runs if run.share < 1}:
+        code = CodeShares(model, dict.fromkeys(("0", "1"), share))
+        assert all(map(torch.allclose, gradients(), expected))
+        code.remove()
+    code = CodeShares(model, dict.fromkeys(("0", "1"), 0.0))
+    assert not all(map(torch.allclose, gradients(), expected)), (
+        "torch recomputes dropout right: nothing need be refused"
+    )
+    code.remove()
+    assert all(run.share for call in profile.codes for run in call.runs), "that share must not be there"
