@@ -27,6 +27,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
@@ -419,6 +420,12 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     _graph._engine_run_backward(tuple(tensors), tuple(gradients), False, False, (), **options)
 
 
+def is_in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` has what autograd saves right now, and counts on the same once more."""
+    top = top_saved_tensors_hooks(True)
+    return top is not None and getattr(top[0], "__module__", "") == checkpoint.__name__
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` looks at the memory of another one."""
     return tensor._is_view()
@@ -722,7 +729,7 @@ __all__ = [
     "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
     "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_dtype",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
-    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_torch_function_mode_enabled",
+    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_torch_function_mode_enabled",
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",
     "OpOverloadPacket", "OptimizedModule", "original_of", "output_metadata", "overload_name", "parameters_of",

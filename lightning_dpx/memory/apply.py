@@ -45,7 +45,7 @@ from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded
 from lightning_dpx.progress import shown
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.torch_compat import innermost_transform, saved_tensors_hooks_enabled, tree_leaves
+from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, saved_tensors_hooks_enabled, tree_leaves
 from lightning_dpx.units import parse_bytes, parse_share
 
 _LOG = logging.getLogger("lightning_dpx")
@@ -377,6 +377,7 @@ class AppliedPlan:
         self.plan = plan
         # Several threads may run the module at once, each in a forward of its own.
         self._local = threading.local()
+        self._has_told = False
         self._handles: list[Any] = []
         self.values: Rematerialisation | None = None
         self._replays: Replays | None = None
@@ -409,6 +410,12 @@ class AppliedPlan:
         if nothing or getattr(self._local, "active", False) or not _saves_for_hooks():
             yield
             return
+        # What a region saves has to be the same when it runs again, and here what is saved depends
+        # on the step, and on how many came before.
+        if is_in_checkpoint():
+            self._tell_of_checkpoint()
+            yield
+            return
         self._local.active = True
         try:
             with (
@@ -418,6 +425,17 @@ class AppliedPlan:
                 yield
         finally:
             self._local.active = False
+
+    def _tell_of_checkpoint(self) -> None:
+        """Once: the plan is not followed in a region that makes all of the module again."""
+        if not self._has_told:
+            self._has_told = True
+            warnings.warn(
+                f"dpx: a {self.plan.model} with a memory plan runs within torch.utils.checkpoint, which drops all that "
+                "the module saves and makes it again at once: the plan is not followed in there. Plan what calls "
+                "checkpoint instead, or leave checkpoint out.",
+                stacklevel=2,
+            )
 
     def enter(self) -> None:
         """A forward of the root begins."""

@@ -26,6 +26,7 @@ from lightning_dpx.memory.execute.values import refuse
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,
     compiled_call_of,
+    is_in_checkpoint,
     key_of,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -327,6 +328,8 @@ class Replays:
         name = path if number == 1 else f"{path}#{number}"
         # Without gradients nothing is saved, and transforms of torch.func forbid hooks.
         is_on = torch.is_grad_enabled() and saved_tensors_hooks_enabled()  # type: ignore[attr-defined]
+        # A region of torch.utils.checkpoint that makes the call again wants to see there what it sees now.
+        is_on = is_on and not is_in_checkpoint()
         # Of nested calls the outer one is replayed, and runs the inner ones.
         wanted = step.replay is None and is_on and name in self._names
         step.running.append(wanted and self._begin(step, name, module, args, kwargs))

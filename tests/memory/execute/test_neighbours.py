@@ -1,6 +1,10 @@
 """Plans beside others that handle saved tensors: checkpointed regions, offloading, and inputs that look like masks."""
 
+import copy
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,3 +115,63 @@ def test_compiled_parts_stay_compiled_and_right(backend: str, in_place: bool) ->
         assert model.blocks[1](x).grad_fn.name() == "CompiledFunctionBackward"
     assert not set(applied.not_found) - plan.dropped
     torch.compiler.reset()
+
+
+class Normed(nn.Module):
+    """Two blocks with batch norm, each in a region of torch.utils.checkpoint, if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = []
+        for _ in range(2):
+            blocks.append(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.1)))
+        self.blocks = nn.ModuleList(blocks)
+        self.regions = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.regions else block(x)
+        return x
+
+
+def trained(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients after each of three steps, and buffers at last."""
+    torch.manual_seed(1)
+    found = list[torch.Tensor]()
+    for _ in range(3):
+        model.zero_grad()
+        run().square().mean().backward()
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+    return [*found, *model.buffers()]
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_planned_module_in_a_region_is_as_without_a_plan(reentrant: bool, within: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(64, 64, requires_grad=True)
+    plain = copy.deepcopy(model)
+    expected = trained(plain, lambda: checkpoint(plain, x, use_reentrant=reentrant))
+    applied = dpx.apply_plan(model, dpx.search_plan(model, x, budget=0.6, progress=False))
+    told = nullcontext() if reentrant else pytest.warns(UserWarning, match="Normed with a memory plan runs within")
+
+    def run() -> torch.Tensor:
+        with applied.active() if within else nullcontext():
+            return checkpoint(model, x, use_reentrant=reentrant)
+
+    with told:
+        assert all(map(torch.equal, trained(model, run), expected))
+
+
+def test_a_call_in_a_region_is_not_replayed_as_well() -> None:
+    """The region would make what the replay has counted on."""
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(64, 64)
+    plan = dpx.search_plan(model, x, budget=1.0, progress=False)
+    calls = [replace(plan.decisions[0], name=f"blocks.{index}", calls=(), action="replay") for index in range(2)]
+    plan = replace(plan, decisions=tuple(calls))
+    model.regions = True
+    plain = copy.deepcopy(model)
+    expected = trained(plain, lambda: plain(x))
+    dpx.apply_plan(model, plan)
+    assert all(map(torch.equal, trained(model, lambda: model(x)), expected))
