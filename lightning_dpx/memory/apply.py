@@ -22,6 +22,7 @@ from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrap
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.sharded_units import inner_units, sharded_units
+from lightning_dpx.memory.execute.twins import twins_of_calls
 from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.micro_batches import (
     MicroBatchNumber,
@@ -46,7 +47,7 @@ from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded
 from lightning_dpx.progress import shown
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, saved_tensors_hooks_enabled, tree_leaves
-from lightning_dpx.units import parse_bytes, parse_share
+from lightning_dpx.units import format_mib, parse_bytes, parse_share
 
 _LOG = logging.getLogger("lightning_dpx")
 # Weak, so that a module with a plan is freed like any other.
@@ -377,7 +378,9 @@ class AppliedPlan:
         self.plan = plan
         # Several threads may run the module at once, each in a forward of its own.
         self._local = threading.local()
+        self._watches = watches
         self._has_told = False
+        self._has_widened = False
         self._handles: list[Any] = []
         self.values: Rematerialisation | None = None
         self._replays: Replays | None = None
@@ -390,7 +393,9 @@ class AppliedPlan:
                 stacklevel=3,
             )
         if plan.replayed:
-            self._replays = Replays(module, plan.replayed)
+            # Who watches is to see what no plan knows.
+            alike = () if watches else twins_of_calls(module, plan.replayed, {d.module for d in plan.decisions})
+            self._replays = Replays(module, plan.replayed, alike)
         if plan.dropped or watches:
             self.values = hooks_for_values(module, plan, watches=watches)
         if self.values is not None or self._replays is not None:
@@ -423,8 +428,27 @@ class AppliedPlan:
                 nullcontext() if self._replays is None else self._replays.active(),
             ):
                 yield
+            self._check_peak()
         finally:
             self._local.active = False
+
+    def _check_peak(self) -> None:
+        """After a forward: tells once if its backward will need more than the budget; drops more from then on."""
+        plan = self.plan
+        # Who watches plans for such steps.
+        if self.values is None or self._watches or self._has_widened or plan.budget is None:
+            return
+        peak = self.values.peak_of_other_step()
+        if peak > plan.budget:
+            self._has_widened = True
+            self.values.widen()
+            warnings.warn(
+                f"dpx: a step needs about {format_mib(peak)} or more in its backward, where the plan has a budget of "
+                f"{format_mib(plan.budget)}: it is another step than the planned one, or a larger one. From now on all "
+                "is dropped that the plan drops in any call like it; where that is too little, make the plan for the "
+                "step that needs most.",
+                stacklevel=2,
+            )
 
     def _tell_of_checkpoint(self) -> None:
         """Once: the plan is not followed in a region that makes all of the module again."""
@@ -517,6 +541,10 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
 
     Gradients stay what they were, to the bit on the host. What runs beside ``module.forward`` (a ``training_step`` that
     calls submodules) follows it inside ``applied.active()``; the strategy and the callback take care of that.
+
+    A step may differ from the planned one, as layers are skipped or rows are routed: what the plan does not know is
+    dropped if the same value of a call like it is. If a step will exceed the budget nevertheless, a warning tells once.
+    Within ``torch.utils.checkpoint``, which makes all of a forward again, nothing is dropped.
 
     Args:
         module: What the plan was made for.

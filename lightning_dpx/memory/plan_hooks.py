@@ -5,9 +5,19 @@ from torch import nn
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.twins import Decided, Room, Twins
 from lightning_dpx.memory.plan.plan import MemoryPlan
 
 _WATCHED = 8  # steps
+
+
+def decided_by(plan: MemoryPlan) -> dict[str, Decided]:
+    """What ``plan`` says of values, by name."""
+    again = plan.names("recompute", "recompute each time")
+    decided = dict[str, Decided]()
+    for decision in plan.decisions:
+        decided[decision.name] = Decided(decision.operator, decision.num_bytes, decision.name in again)
+    return decided
 
 
 def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
@@ -21,6 +31,11 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
     names = CallNames(module, again=plan.calls)
     dropped = plan.names("recompute", "recompute each time")
     uncached = plan.uncached
+    twins: Twins | None = None
+    # What is saved in compiled code, and of sharded parameters, is not named by a plan.
+    if not names.compiled and not plan.units and not names.is_distributed:
+        # Who watches plans anew for larger batches.
+        twins = Twins(module, decided_by(plan), Room(plan.budget, plan.peak, plan.saved_bytes or 0), grows=not watches)
     options = (
         dropped,
         # In the order of the plan, which has inputs first: whether such a value is nested depends
@@ -30,6 +45,7 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
         plan.names("offload"),
         plan.prefetch_depth,
         frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
+        twins,
     )
     # A routine switches hooks on and off at modules, and there are none inside of code.
     if names.compiled:

@@ -281,13 +281,15 @@ class Replays:
     Args:
         module: The root.
         names: Of the calls, such as ``"blocks.0"`` and ``"cell#2"``.
+        alike: Paths of modules of which nothing is known and whose calls are replayed as well.
 
     Attributes:
         refused: Those that were kept after all, and why.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, names: Collection[str], alike: Collection[str] = ()) -> None:
         self.refused: dict[str, str] = {}
+        self._alike = frozenset(alike)
         self._names = frozenset(names)
         self._states = States()
         self._local = threading.local()
@@ -296,7 +298,7 @@ class Replays:
         parts = dict(module.named_modules())
         # What autograd calls within compiled code would be compiled as well.
         self._wrap: _Wrap = torch.compiler.disable if compiled_parts(module) else _as_it_is
-        for path in dict.fromkeys(name.partition("#")[0] for name in names):
+        for path in dict.fromkeys([*(name.partition("#")[0] for name in names), *alike]):
             hooks = _Hooks(self, path)
             part = parts[path]
             if compiled_call_of(part) is not None:
@@ -331,7 +333,7 @@ class Replays:
         # A region of torch.utils.checkpoint that makes the call again wants to see there what it sees now.
         is_on = is_on and not is_in_checkpoint()
         # Of nested calls the outer one is replayed, and runs the inner ones.
-        wanted = step.replay is None and is_on and name in self._names
+        wanted = step.replay is None and is_on and (name in self._names or path in self._alike)
         step.running.append(wanted and self._begin(step, name, module, args, kwargs))
 
     def _begin(self, step: _Step, name: str, module: nn.Module, args: Any, kwargs: Any) -> bool:

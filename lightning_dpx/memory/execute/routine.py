@@ -21,7 +21,7 @@ A step that runs a backward of its own within the forward is followed call by ca
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
+from lightning_dpx.memory.execute.twins import LARGER
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.memory.execute.values import Value, View, keep
 from lightning_dpx.torch_compat import (
@@ -49,6 +50,7 @@ _push = push_saved_tensors_hooks
 _pop = pop_saved_tensors_hooks
 _WORTH_A_BREAK = 2  # tensors that are kept: a hook on a module costs as much as two of them
 _MOST_PATIENCE = 1024  # forwards
+_LOOKED_AT_AGAIN = 16  # the first forward that is followed call by call again; then the 32nd, the 64th, ...
 _OF_ANOTHER = "another step:"
 
 
@@ -234,6 +236,21 @@ def _where_to_note(events: Sequence[Event], unpacked: Collection[int]) -> dict[E
     return found
 
 
+class _Sizes:
+    """The largest that dropped tensors were in forwards that were followed."""
+
+    def __init__(self) -> None:
+        self._largest: dict[str, int] = {}
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor of the value of that name is dropped."""
+        self._largest[name] = max(self._largest.get(name, 0), tensor.nbytes)
+
+    def has_grown(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether it never was so large: what is kept beside it may have grown as well."""
+        return tensor.nbytes > LARGER * self._largest.get(name, tensor.nbytes)
+
+
 class _Forward:
     """A forward of this thread."""
 
@@ -245,6 +262,7 @@ class _Forward:
         self._is_on = False
         self._hook: Pack | None = None
         self.changed = False
+        self.grew = False
 
     def on(self, hook: Pack) -> bool:
         """Switches the hooks on, unless others are at work here."""
@@ -275,8 +293,9 @@ class _Forward:
 class _Followed(_Forward):
     """A forward that is followed call by call, with hooks on every module."""
 
-    def __init__(self, pack: Pack, wrap: Callable[[Pack], Pack], unpack: Callable[[Any], Any]) -> None:
+    def __init__(self, pack: Pack, wrap: Callable[[Pack], Pack], unpack: Callable[[Any], Any], sizes: "_Sizes") -> None:
         super().__init__(pack, wrap, unpack)
+        self._sizes = sizes
         self.events: list[Event] = []
         self.calls: dict[str, int] = {}
         self.dropped: set[str] = set()
@@ -313,6 +332,7 @@ class _Followed(_Forward):
         self.events.append(Saved("" if value is None else value.name, _node_of(tensor), _call_for(value)))
         if value is not None and value.dropped:
             self.dropped.add(value.name)
+            self._sizes.note(value.name, tensor)
         return packed
 
 
@@ -325,8 +345,10 @@ class _Routinely(_Forward):
         unpack: Callable[[Any], Any],
         names: CallNames,
         routine: Routine,
+        sizes: "_Sizes",
     ) -> None:
         super().__init__(pack, _as_it_is, unpack)
+        self._sizes = sizes
         self._names = names
         self._routine = routine
         self._calls: dict[str, int] = {}
@@ -421,6 +443,7 @@ class _Routinely(_Forward):
             self._lose()
             return self._lost(tensor)
         self._names.give(entry.name)
+        self.grew = self.grew or self._sizes.has_grown(entry.name, tensor)
         packed = self._pack(tensor)
         if at == len(entries):
             self.off()
@@ -448,6 +471,10 @@ class _Routinely(_Forward):
     def is_over(self) -> bool:
         """Whether the last stretch is."""
         return not self._is_on
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _as_it_is(pack: Pack) -> Pack:
@@ -499,6 +526,9 @@ class Practised(Rematerialisation):
         self._running = 0
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
+        self._sizes = _Sizes()
+        self._num_forwards = 0
+        self._follows_growth = watched == 1  # who watches plans for larger batches
 
     @property
     def is_routine(self) -> bool:
@@ -534,20 +564,24 @@ class Practised(Rematerialisation):
                 self._running -= 1
                 # Each loss doubles the forwards that are followed, so that steps of a changing
                 # structure end up being followed nearly always.
-                if forward.changed:
+                if forward.changed or (forward.grew and self._follows_growth):
                     self.num_losses += 1
                     self._patience = max(self._watched, min(2**self.num_losses, _MOST_PATIENCE))
 
     def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> _Followed | _Routinely:
         with self._guard:
+            self._num_forwards += 1
+            # What is kept outside of the stretches may have grown without a sign of it.
+            if self._follows_growth and self._num_forwards >= _LOOKED_AT_AGAIN and _is_power_of_two(self._num_forwards):
+                self._patience = max(self._patience, 1)
             routine = None if self._patience > 0 or self._runs_backwards else self._learnt
             if (routine is None) == self.is_routine and not self._running:  # others may need the hooks as they are
                 self._routine = routine
                 self._set_hooks()
             self._running += 1
             if self._routine is not None:
-                return _Routinely(pack, self.unpack, self.names, self._routine)
-        return _Followed(pack, wrap, self.unpack)
+                return _Routinely(pack, self.unpack, self.names, self._routine, self._sizes)
+        return _Followed(pack, wrap, self.unpack, self._sizes)
 
     def _set_hooks(self) -> None:
         """Puts hooks on all modules, or only where the routine needs them."""
@@ -573,12 +607,19 @@ class Practised(Rematerialisation):
                 wanted.add(value.name)
         self.reached = None
         routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.unpacked)
+        routine = replace(routine, unseen=routine.unseen | self._uncalled(forward))
         with self._guard:
             # What was refused in a forward that was followed is no news in a routine.
             self._refused_before |= self.refused.keys()
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
                 self._patience -= 1
+
+    def _uncalled(self, forward: _Followed) -> set[Entered]:
+        """First calls of modules that this forward has not called: nothing is known of what is saved in them."""
+        uncalled = [path for path in self.names.parts if path not in forward.calls]
+        # Lists of modules have no forward that could be called.
+        return {Entered(path, 0) for path in uncalled if type(self.names.parts[path]).forward is not nn.Module.forward}
 
     def _unmet(self, forward: _Followed) -> set[str]:
         """What the plan drops and this forward has not saved."""
@@ -591,8 +632,9 @@ class Practised(Rematerialisation):
         # Names say nothing in a forward that has lost the routine. Rather too much is dropped then,
         # of what the plan's own operators make, than the budget exceeded.
         forward = getattr(self._current, "forward", None)
-        if forward is not None and forward.changed and node is not None and node.name() in self._trusted:
-            return self.find_recipe(value, node, output)
+        is_trusted = node is not None and node.name() in self._trusted
+        if forward is not None and forward.changed and is_trusted and self.can_make(value, node, output, self.twins):
+            return True
         is_dropped = super().consider(value, node, output)
         if isinstance(forward, _Routinely) and not is_dropped and self._is_news(value.name):
             forward.changed = True  # what a recipe needs was not noted, maybe
@@ -601,6 +643,12 @@ class Practised(Rematerialisation):
     def _is_news(self, name: str) -> bool:
         """Whether a value is not dropped that the plan drops, and that was dropped before."""
         return name in self._dropped and name not in self._refused_before
+
+    def widen(self) -> None:
+        """The next forwards show what that is."""
+        super().widen()
+        with self._guard:
+            self._patience = max(self._patience, self._watched)
 
     def want_operands(self, node: Any) -> None:
         """A recipe asks for the operands of ``node``."""

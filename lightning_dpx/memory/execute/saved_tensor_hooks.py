@@ -32,6 +32,7 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import RECIPES, VIEWS, NotNoted, NotRecomputable, recipe_for
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
+from lightning_dpx.memory.execute.twins import Twins
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import (
     Both,
@@ -77,11 +78,13 @@ class Rematerialisation:
         compressed: Names of masks, which nothing in the graph can make again, to keep in a byte per element.
         offloaded: Names of values to keep in the host's memory.
         prefetch_depth: How many of them may be on their way at once, in each direction.
-        known: Names of all values that something was decided about; nothing, if nothing was.
+        known: Names of all values that something was decided about; nothing, if nobody looks at what is ``unknown``.
+        twins: Decides about values that nothing was decided about.
 
     Attributes:
         names: Likewise.
-        unknown: Bytes of kept values that a backward has asked for and that are not ``known``, by name.
+        twins: Likewise.
+        unknown: Bytes of values that a backward has asked for and that are not ``known``, by name.
         kinds: Types of tensors that it handles; others are kept.
     """
 
@@ -96,7 +99,11 @@ class Rematerialisation:
         offloaded: Collection[str] = (),
         prefetch_depth: int = 0,
         known: Collection[str] = (),
+        twins: Twins | None = None,
     ) -> None:
+        self._kept = 0  # bytes, in this forward so far
+        self._differs = False  # from the planned one, this forward
+        self.twins: Twins | None = twins
         self._known = known
         self.unknown: dict[str, int] = dict[str, int]()
         self.names = names
@@ -122,6 +129,8 @@ class Rematerialisation:
         """Forward passes in here drop what is wanted; their backward may come later."""
         self.names.begin()
         self._values.clear()
+        self._kept = 0
+        self._differs = False
         # Noting costs some us for every call of a torch function. So the first forward does it, and
         # later ones only if a recipe has asked for an operand in the forward before.
         noting = self._want_operands and not self.names.compiled  # code is compiled for the modes that are on
@@ -143,6 +152,15 @@ class Rematerialisation:
     def present(self) -> list[Value]:
         """The values of the last forward that something still holds."""
         return [value for reference in self._values.values() if (value := reference()) is not None]
+
+    def widen(self) -> None:
+        """From the next forward on, what has a dropped twin is dropped."""
+        if self.twins is not None:
+            self.twins.of_all = True
+
+    def peak_of_other_step(self) -> int:
+        """About what a backward of the last forward will take; 0 if that forward was as planned for."""
+        return self.twins.peak_of_backward(self.present()) if self._differs and self.twins is not None else 0
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""
@@ -253,6 +271,7 @@ class Rematerialisation:
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
+            self._kept += tensor.nbytes
             if name in self._compressed:
                 # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):
@@ -265,7 +284,12 @@ class Rematerialisation:
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
-        if value.name in self._dropped and self.find_recipe(value, node, output):
+        twins = self.twins
+        is_other = twins is not None and twins.is_other(value)
+        self._differs = self._differs or is_other
+        by_twins = twins if is_other or (twins is not None and twins.of_all) else None
+        is_wanted = value.name in self._dropped or (by_twins is not None and by_twins.drop(value))
+        if is_wanted and self.can_make(value, node, output, by_twins):
             if value.name in self._uncached:
                 self._undecided.append(weakref.ref(value))
             return True
@@ -273,6 +297,15 @@ class Rematerialisation:
         # and will never run that: what the recipe takes must not wait for it.
         if value.make is not None and not value.dropped:
             forget_recipe(value)
+        return False
+
+    def can_make(self, value: Value, node: Any | None, output: int, twins: Twins | None) -> bool:
+        """Whether it can be made again; as far as ``twins`` tell, also whether there is room for that."""
+        if not self.find_recipe(value, node, output):
+            return False
+        if twins is None or twins.fits(value, self._kept):
+            return True
+        self.refused[value.name] = "there is no room to make it again, with all that it is made from"
         return False
 
     def _decide_uncached(self) -> None:
@@ -467,11 +500,10 @@ class Rematerialisation:
             if value.dropped:
                 if torch.is_grad_enabled():
                     self.know_again(value, base)
-            else:
-                if version_counter(base) != value.version:
-                    refuse_changed(value)
-                if self._known and value.operator and self.is_unknown(value.name):
-                    self.unknown[value.name] = base.nbytes
+            elif version_counter(base) != value.version:
+                refuse_changed(value)
+            if self._known and value.operator and self.is_unknown(value.name):
+                self.unknown[value.name] = base.nbytes
             # A view is read before the use is released, which may forget the tensor.
             tensor: torch.Tensor = base if saved is value else saved.read()
             release_use(value)

@@ -1,0 +1,141 @@
+"""Steps that differ from the planned one: layers that it skipped, more rows for one expert than it had."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.memory import MemoryPlan
+from lightning_dpx.memory.apply import applied_plan
+from tests.conftest import SIMULATED
+
+WIDTH, ROWS = 64, 512
+TOLD = "it is another step than the planned one, or a larger one"
+
+pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)  # the host's allocator is asked
+
+
+class Block(nn.Module):
+    """What a layer of a transformer does, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + down
+
+
+class Chain(nn.Module):
+    """Six blocks, each of which sees so many of the rows; one that would see none is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.rows = [ROWS] * 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, rows in zip(self.blocks, self.rows, strict=True):
+            if rows:
+                x = torch.cat([block(x[:rows]), x[rows:]])
+        return x
+
+
+def step(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    module.zero_grad(set_to_none=True)
+    loss = module(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in module.parameters())]
+
+
+def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    for one, other in zip(ours, theirs, strict=True):
+        if one is None or other is None:
+            if one is not other:
+                return False
+        elif not torch.equal(one, other):
+            return False
+    return True
+
+
+def are_the_same_steps(count: int, module: nn.Module, plain: nn.Module, x: Tensor) -> bool:
+    return all(same(step(module, x), step(plain, x)) for _ in range(count))
+
+
+def make(rows: list[int], budget: float) -> tuple[Chain, Chain, Tensor, MemoryPlan]:
+    """A module, a plain copy, a batch, and the plan for a step with these rows."""
+    torch.manual_seed(0)
+    module, x = Chain(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(module)
+    module.rows = rows
+    return module, plain, x, dpx.search_plan(module, x, budget=budget, planner="optimal", progress=False)
+
+
+def test_layers_that_the_planned_step_skipped_are_treated_like_those_that_it_had() -> None:
+    module, plain, x, plan = make([ROWS, 0, ROWS, 0, 0, ROWS], 0.45)
+    dpx.apply_plan(module, plan)
+    module.rows = [ROWS] * 6
+    found = list[list[Tensor | None]]()
+    with pytest.warns(UserWarning, match=TOLD):
+        peak = peak_of_passing(lambda: found.append(step(module, x)))
+    assert same(found[0], step(plain, x))
+    unplanned = peak_of_passing(lambda: step(plain, x))
+    assert plan.budget is not None
+    assert unplanned > 3.5 * plan.budget
+    assert peak < 2 * plan.budget
+
+
+def test_layers_that_are_called_for_the_first_time_in_a_routine_are_dropped_as_well() -> None:
+    module, plain, x, plan = make([ROWS, 0, ROWS, 0, 0, ROWS], 0.45)
+    dpx.apply_plan(module, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is told of steps that are as planned
+        for _ in range(3):
+            step(module, x)
+    module.rows = [ROWS] * 6
+    with pytest.warns(UserWarning, match=TOLD):
+        assert are_the_same_steps(2, module, plain, x)
+    assert peak_of_passing(lambda: step(module, x)) < peak_of_passing(lambda: step(plain, x)) / 2
+
+
+def test_more_rows_than_in_the_planned_step_are_noticed_in_a_routine() -> None:
+    module, plain, x, plan = make([ROWS // 8] * 5 + [ROWS], 0.6)
+    dpx.apply_plan(module, plan)
+    for _ in range(2):
+        step(module, x)
+    module.rows = plain.rows = [ROWS] * 6
+    with pytest.warns(UserWarning, match=TOLD):
+        assert are_the_same_steps(3, module, plain, x)
+    assert peak_of_passing(lambda: step(module, x)) < peak_of_passing(lambda: step(plain, x)) / 2
+
+
+def test_a_smaller_step_is_not_told_of() -> None:
+    module, plain, x, plan = make([ROWS] * 6, 0.6)
+    dpx.apply_plan(module, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in ([ROWS] * 6, [ROWS, 0] * 3, [ROWS // 2] * 6, [ROWS] * 6, [0, ROWS] * 3):
+            module.rows = plain.rows = rows
+            assert same(step(module, x), step(plain, x))
+
+
+def test_calls_of_modules_of_the_class_of_a_replayed_one_are_replayed() -> None:
+    module, plain, x, plan = make([ROWS, 0, ROWS, 0, 0, ROWS], 1.0)
+    calls = [replace(plan.decisions[0], name=f"blocks.{index}", action="replay", calls=()) for index in (0, 2)]
+    others = [d for d in plan.decisions if not d.name.startswith(("blocks.0", "blocks.2"))]
+    dpx.apply_plan(module, replace(plan, decisions=(*calls, *others)))
+    module.rows = [ROWS] * 6
+    found = list[list[Tensor | None]]()
+    peak = peak_of_passing(lambda: found.append(step(module, x)))
+    assert same(found[0], step(plain, x))
+    assert peak < peak_of_passing(lambda: step(plain, x)) / 2
+    applied = applied_plan(module)
+    assert applied is not None
+    assert not applied.not_found
