@@ -168,6 +168,7 @@ class MemoryPlan:
 
         Raises:
             PlanError: the plan could not be loaded again; says why.
+            OSError: nothing can be written there.
         """
         # Before the file is touched: a plan that is there already is worth more than one that
         # nobody can load.

@@ -90,9 +90,12 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         if target.exists():
             beside.chmod(target.stat().st_mode & 0o777)
         beside.replace(target)
-    except BaseException:  # Ctrl-C, too, leaves nothing beside the file
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:  # Ctrl-C, too, leaves nothing beside the file
+        with contextlib.suppress(OSError):
             beside.unlink()
+        if isinstance(error, OSError) and error.errno is not None:
+            # With the name that was given, and not that of the file beside it.
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 

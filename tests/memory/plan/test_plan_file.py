@@ -104,6 +104,16 @@ def test_a_save_that_fails_leaves_the_plan_before(tmp_path: Path, monkeypatch: p
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.parametrize("folder", ["nowhere", "plan.yaml"])
+def test_where_nothing_can_be_written_the_error_names_the_path_that_was_given(folder: str, tmp_path: Path) -> None:
+    many(3).save(tmp_path / "plan.yaml")
+    path = tmp_path / folder / "new.yaml"
+    with pytest.raises((FileNotFoundError, NotADirectoryError)) as caught:
+        many(3).save(path)
+    assert caught.value.filename == str(path)
+    assert os.listdir(tmp_path) == ["plan.yaml"]
+
+
 def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
     (tmp_path / "link.yaml").symlink_to(tmp_path / "plan.yaml")
     many(2).save(tmp_path / "link.yaml")
