@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import canonical_device
-from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.replays import Replays
@@ -27,6 +27,7 @@ from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.micro_batches import (
     MicroBatchNumber,
     PlanOf,
+    TooFewRowsError,
     check_micro_batch_number,
     plan_fixed_micro_batches,
     plan_in_micro_batches,
@@ -176,7 +177,17 @@ def _planned_in_parts(
     rows, cut = first_rows(batch)
 
     def of_rows(count: int, accumulates: bool) -> Profile:
-        return whole if count == rows else profile_of(cut(count), accumulates)
+        if count == rows:
+            return whole
+        try:
+            return profile_of(cut(count), accumulates)
+        except (DPXError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise TooFewRowsError(
+                f"micro_batches={micro_batches!r} cuts {rows} rows into parts of {count} rows, and on those the step "
+                f"raises {type(error).__name__}: {error} On all rows it runs; give fewer micro-batches."
+            ) from error
 
     if micro_batches != "auto":
         return plan_fixed_micro_batches(micro_batches, rows, of_rows, plan_of, budget)

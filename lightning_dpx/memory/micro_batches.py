@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from lightning_dpx.errors import BudgetError, ConfigurationError
+from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.memory.plan.micro_batches import (
     Candidate,
     MicroBatchChoice,
@@ -27,6 +27,10 @@ from lightning_dpx.units import format_bytes
 MicroBatchNumber = int | Literal["auto"]
 ProfileOf = Callable[[int, bool], Profile]  # of so many rows, and whether gradients are added to earlier ones
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
+
+
+class TooFewRowsError(PlanError):
+    """A step that runs on all rows does not on so few."""
 
 
 def check_micro_batch_number(micro_batches: object) -> None:
@@ -111,18 +115,20 @@ def plan_in_micro_batches(
         BudgetError: the budget cannot be met, whatever the number.
     """
     whole = whole or profile_of(rows, False)
-    profiles = ProfilesByRows(whole, rows, {})
+    parts: dict[int, Profile] = {}
+    most = rows
     # Two sizes make the lines on which all others are. A step that fits needs none of this.
     if rows > 1 and whole.peak > budget:
-        sizes = {largest_rows(rows, 2), largest_rows(rows, 4)}
-        parts = {size: profile_of(size, True) for size in sizes}
-        profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
+        for number in (2, 4):
+            if number <= most:
+                most = min(most, _add_part(parts, rows, number, profile_of))
+    profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
 
     def budget_of(number: int) -> int:
         # Earlier micro-batches leave their gradients beside the activations; a budget is positive.
         return budget if number == 1 else max(1, budget - aside)
 
-    candidates = candidates_of(profiles, budget_of)
+    candidates = candidates_of(profiles, budget_of, most)
     # Also refusals: the choice below is made anew after every new profile, and most candidates are
     # asked about again.
     known = dict[int, MemoryPlan | BudgetError]()
@@ -138,27 +144,46 @@ def plan_in_micro_batches(
             raise found
         return found
 
-    # Every round ends here or adds a size that was run, and there are no more sizes than rows.
+    # Every round ends here, adds a size that was run, or leaves fewer numbers; there are no more of either than rows.
     while True:
         try:
             choice = choose_micro_batches(candidates, planned, margin=margin)
+            chosen = choice.candidate
         except BudgetError:
-            if profiles.knows(1) or not profiles.knows(largest_rows(rows, 2)):
+            smallest = largest_rows(rows, most)
+            if most == 1 or profiles.knows(smallest) or not parts:
                 raise
             # Sizes that were not run are on lines, and nothing is refused for a guess: so the smallest is run as well.
-            profiles = profiles.with_part(1, profile_of(1, True))
-            candidates = candidates_of(profiles, budget_of)
-            known.clear()
-            continue
-        chosen = choice.candidate
-        if chosen.number == 1 or profiles.knows(chosen.rows):
+            chosen = candidate_of(profiles, most, None)
+            choice = None
+        if choice is not None and (chosen.number == 1 or profiles.knows(chosen.rows)):
             return _with_figures(choice.plan, whole, chosen, choice.seconds, choice.least), choice
         # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
-        profiles = profiles.with_part(chosen.rows, profile_of(chosen.rows, True))
+        possible = _add_part(parts, rows, chosen.number, profile_of)
+        profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
+        if choice is None or possible < most:
+            most = min(most, possible)
+            candidates = candidates_of(profiles, budget_of, most)
+            known.clear()
+            continue
         exact = candidate_of(profiles, chosen.number, chosen.budget)
         candidates = [exact if other.number == chosen.number else other for other in candidates]
         # Its plan was for the guess.
         del known[chosen.number]
+
+
+def _add_part(parts: dict[int, Profile], rows: int, number: int, profile_of: ProfileOf) -> int:
+    """Profiles the largest of ``number`` micro-batches, and tells how many are possible as far as that shows."""
+    size = largest_rows(rows, number)
+    try:
+        parts[size] = profile_of(size, True)
+        # What fails on few rows does so on a single one, and the smallest micro-batch may have one row less.
+        if rows // number == 1 < size:
+            parts[1] = profile_of(1, True)
+    except TooFewRowsError:
+        few = 1 if size in parts else size
+        return max(1, rows // (few + 1))
+    return rows
 
 
 def _in_all(error: BudgetError, candidate: Candidate, aside: int) -> BudgetError:

@@ -97,3 +97,27 @@ def test_what_is_no_number_of_micro_batches_is_refused(module: MeanOfTower, rows
 def test_a_number_can_only_be_chosen_for_a_budget(module: MeanOfTower, rows: Tensor) -> None:
     with pytest.raises(dpx.ConfigurationError, match='micro_batches="auto" needs a budget'):
         dpx.search_plan(module, rows, micro_batches="auto")
+
+
+@pytest.fixture(scope="module")
+def normed() -> nn.Sequential:
+    """Rows (B, 16) to (B, 16); batch norm takes no single row."""
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+
+
+@pytest.mark.parametrize("number", [1000, 33])
+def test_micro_batches_of_fewer_rows_than_a_step_runs_on_are_refused(normed: nn.Module, number: int) -> None:
+    told = (
+        f"micro_batches={number} cuts 64 rows into parts of 1 rows, and on those the step raises ValueError: Expected"
+    )
+    with pytest.raises(dpx.PlanError, match=told) as caught:
+        dpx.search_plan(normed, torch.randn(64, 16), micro_batches=number, progress=False)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_no_number_is_chosen_with_fewer_rows_than_a_step_runs_on(normed: nn.Module) -> None:
+    plan = dpx.search_plan(normed, torch.randn(64, 16), budget=0.1, micro_batches="auto", progress=False)
+    assert 2 <= plan.micro_batch_rows < 16
+    for rows in (3, 4, 8):
+        with pytest.raises(dpx.BudgetError):
+            dpx.search_plan(normed, torch.randn(rows, 16), budget=0.1, micro_batches="auto", progress=False)
