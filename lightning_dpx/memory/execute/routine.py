@@ -535,6 +535,11 @@ class Practised(Rematerialisation):
         """Whether forwards follow a routine now, and hooks are only where it needs them."""
         return self._routine is not None
 
+    @property
+    def is_followed_for_good(self) -> bool:
+        """Whether a forward has run a backward of its own, and all of them are followed call by call."""
+        return self._runs_backwards
+
     @contextmanager
     def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
         """Around a forward."""

@@ -64,9 +64,11 @@ def forecast(
 
 
 def with_overheads(profile: Profile, result: Forecast, dropped: Collection[int]) -> Forecast:
-    """``result`` with the time that no planner decides about: of the calls that are replayed as a whole, and of the
-    places at which values are ``dropped``."""
+    """``result`` with the time that no planner decides about: of the calls that are replayed as a whole, of the
+    places at which values are ``dropped``, and of following a step."""
     more = profile.replaying + seconds_of_places(profile, dropped)
+    if dropped:
+        more += profile.following
     return replace(result, seconds=result.seconds + more) if more else result
 
 

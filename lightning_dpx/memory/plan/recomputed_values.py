@@ -32,6 +32,7 @@ class Outline:
         sizes: For each value, the bytes that it takes when it is computed again (V).
         beside: For each value, bytes that come and go meanwhile; the generators' states of now are kept, too (V).
         inputs: For each value (V).
+        seconds_again: For each value, seconds of every time but the first that it is made (V).
         storages: For each value, the number of its storage, or -1 (V).
         requests: Event, value and end of each request.
         until: For each value, the event up to which autograd itself asks for it (V).
@@ -47,6 +48,7 @@ class Outline:
         self.sizes: list[int] = [0 if value.picked else value.num_bytes for value in profile.values]
         self.beside: list[int] = [value.beside + value.state for value in profile.values]
         self.inputs: list[tuple[int, ...]] = [value.inputs for value in profile.values]
+        self.seconds_again: list[float] = [profile.seconds_again(index) for index in range(len(profile.values))]
         self.storages: list[int] = [value.storage for value in profile.values]
         self.requests: list[tuple[int, int, int]] = [
             (request.event, request.value, request.released) for request in profile.requests

@@ -49,6 +49,7 @@ class StepReplay:
         self._most_computed = most_computed
         self.computations: int = 0
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
+        self._was_made = [False] * len(values)
         self.curve: HeldCurve = HeldCurve(len(profile.curve))
         self.seconds: float = 0.0
         self.fetches: list[float] = list[float]()
@@ -159,7 +160,8 @@ class StepReplay:
             self.fetches.append(value.copying)
             self.offloaded.fetch(index)
         else:
-            self.seconds += value.seconds
+            self.seconds += self._outline.seconds_again[index] if self._was_made[index] else value.seconds
+            self._was_made[index] = True
         size = self._choice.sizes[index]
         # What takes no bytes of its own is a view, and holds those of what it shows.
         if size:

@@ -20,8 +20,8 @@ from torch.nn import functional
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
-from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
+from lightning_dpx.memory.execute.values import Value, compute
 from lightning_dpx.memory.profile import timing_effort
 
 _ROWS = 32
@@ -30,6 +30,7 @@ _BLOCKS = 8
 _ROUNDS = 9
 _WARM = 3
 _RECIPES = 5
+_CHAIN = 64
 _TENSORS = 10  # of a block: values that are made again, and tensors that autograd saves
 
 
@@ -43,6 +44,9 @@ class Bookkeeping:
         tensor: Likewise, for each tensor that is saved within it.
         place: Of what values take, for each place at which some are dropped; see places.py.
         usual_places: For each value that is made again, so many places count in ``value`` already.
+        again: For each further time that a value is made in a step: nothing is noted then, and found by no hook.
+        following: For a step in which anything is dropped, whatever that is: steps with backwards of their own have
+            hooks on every module and for every tensor.
         step_seconds: Of the step without a plan that this was measured beside; 0 where it was measured elsewhere.
     """
 
@@ -51,6 +55,8 @@ class Bookkeeping:
     tensor: float = 0.0
     place: float = 0.0
     usual_places: float = 0.0
+    again: float = 0.0
+    following: float = 0.0
     step_seconds: float = 0.0
 
     def of_call(self, tensors: int) -> float:
@@ -103,7 +109,35 @@ def measured_bookkeeping() -> Bookkeeping:
         value=max(0.0, planned - plain - again) / (_BLOCKS * _RECIPES),
         call=max(0.0, each / _BLOCKS - _TENSORS * tensor),
         tensor=tensor,
+        again=_seconds_again(),
     )
+
+
+def _seconds_again() -> float:
+    """Seconds for a value of many that are made again for one request, without its operator."""
+    tensor = torch.ones(_ROWS, _WIDTH, device="cpu")
+    kept = Value("", "")
+    kept.keep(tensor)
+    chain = [kept]
+    for _ in range(_CHAIN):
+        value = Value("", "")
+        value.identity = identity_of(tensor)
+        value.learn(_as_it_is, [chain[-1]])
+        value.dropped = value.uncached = value.nested = True
+        chain.append(value)
+    with torch.no_grad():
+        seconds = _seconds(lambda: _computed_anew(chain))
+    return seconds / _CHAIN
+
+
+def _computed_anew(chain: list[Value]) -> None:
+    for value in chain[1:]:
+        value.tensor = None
+    compute(chain[-1])
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _everything_dropped(module: nn.Module, x: Tensor) -> Practised:

@@ -207,6 +207,8 @@ class Profile:
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
         place_seconds: Of bookkeeping at each place at which something is dropped; see places.py.
         usual_places: Places for each value that is made again, as the values' seconds count them already.
+        noting: Seconds of bookkeeping in those of a value that are spent once in a step, however often it is made.
+        following: Seconds of bookkeeping of a step in which anything is dropped, whatever that is.
         communicates: Whether the step talks to other processes.
         units: Paths of the sharded parts within which values are made again, with spaces between.
         codes: Calls of compiled parts.
@@ -230,6 +232,8 @@ class Profile:
     replaying: float = 0.0
     place_seconds: float = 0.0
     usual_places: float = 0.0
+    noting: float = 0.0
+    following: float = 0.0
     communicates: bool = False
     units: str = ""
     codes: tuple[CompiledCall, ...] = ()
@@ -238,6 +242,13 @@ class Profile:
     def peak(self) -> int:
         """Bytes of activations at the most, if all is kept."""
         return max(self.curve, default=0)
+
+    def seconds_again(self, index: int) -> float:
+        """For each further time that the value is made in a step."""
+        value = self.values[index]
+        # In a loop over what is made again nothing is noted, and no hook of autograd is called. A
+        # call that is made again has another bookkeeping.
+        return value.seconds if value.call else max(0.0, value.seconds - self.noting)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the largest values, and what it takes to make each again."""

@@ -69,7 +69,8 @@ def measured_in_step(
         sets["sparsely"] = droppable[::_RARELY]
     made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
-    by_values = known.value * len(made["dropped"])
+    # Where hooks are called for every tensor, those that are kept take their time as well.
+    by_values = known.value * (len(profile.values) if profile.saves else len(made["dropped"]))
     by_calls = sum(known.of_call(call.tensors) for call in calls)
     least = _WORTH_IT * profile.step_seconds
     # Where writes are watched, the times hold that as well.
@@ -93,7 +94,8 @@ def measured_in_step(
             operators = sum(profile.values[index].seconds for index in made[kind])
             spent = found[kind] - plain - operators
             cases.append(_Case(len(made[kind]), count_places(profile, dropped), max(0.0, spent)))
-        known = _told_apart(cases, known)
+        is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
+        known = _with_following(cases, known) if is_followed else _told_apart(cases, known)
     if "replayed" in found:
         spent = found["replayed"] - plain - sum(call.seconds for call in calls)
         if spent > 0.0:
@@ -139,6 +141,18 @@ def _told_apart(cases: Sequence[_Case], known: Bookkeeping) -> Bookkeeping:
     return replace(known, value=value * (1.0 + ratio * share), place=value * ratio, usual_places=share)
 
 
+def _with_following(cases: Sequence[_Case], known: Bookkeeping) -> Bookkeeping:
+    """What each value takes, and what every step takes in which all forwards are followed call by call."""
+    first = cases[0]
+    last = cases[-1]
+    value = known.value
+    if first.made > last.made:
+        # The two cases are two equations, for a value and for a step; in caches a value takes as much as is known.
+        value = max(value, (first.seconds - last.seconds) / (first.made - last.made))
+    left = [max(0.0, case.seconds - value * case.made) for case in cases]
+    return replace(known, value=value, following=sum(left) / len(left))
+
+
 def _ratio_of(usual: _Case, sparse: _Case) -> float:
     """What a place takes, over what a value takes.
 
@@ -164,6 +178,8 @@ def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
         calls=tuple(_of_call(call, bookkeeping) for call in profile.calls),
         place_seconds=bookkeeping.place,
         usual_places=bookkeeping.usual_places,
+        noting=max(0.0, bookkeeping.value - bookkeeping.again),
+        following=bookkeeping.following,
     )
 
 

@@ -175,9 +175,8 @@ def _profiled(
     # step that meets the others in a collective would wait for them for ever.
     if timer.communicates:
         profile = replace(profile, communicates=True)
-    # Planned steps are measured as they follow a routine, and steps with compiled parts or
-    # backwards of their own never do.
-    elif not (compiled or by_hand or profile.saves):
+    # Planned steps are measured as they are followed, and those with compiled parts are not.
+    elif not (compiled or by_hand):
         at("timing planned steps")
         with torch.enable_grad():
             measure = partial(

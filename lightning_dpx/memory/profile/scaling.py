@@ -148,6 +148,8 @@ def scaled(profile: Profile, factor: float) -> Profile:
         calls=tuple(_scaled(call, factor) for call in profile.calls),
         codes=tuple(_scaled_code(call, factor) for call in profile.codes),
         place_seconds=profile.place_seconds * factor,
+        noting=profile.noting * factor,
+        following=profile.following * factor,
     )
 
 

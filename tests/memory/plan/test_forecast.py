@@ -1,8 +1,10 @@
 """What a choice comes to, on a chain of made-up layers: each saves one MiB and takes a second."""
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_dpx.memory.plan.forecast import Forecast, Forecaster, forecast, timeline
+from lightning_dpx.memory.plan.forecast import Forecast, Forecaster, forecast, timeline, with_overheads
 from tests.memory.made_up import SIZE, chain
 
 LENGTH = 8
@@ -34,6 +36,21 @@ def test_values_that_go_after_every_use_take_less_and_longer() -> None:
     assert held.seconds == LENGTH - 1
     assert uncached.seconds == sum(range(LENGTH))
     assert uncached.peak < held.peak
+
+
+def test_what_is_noted_of_a_value_is_noted_once_however_often_it_is_made() -> None:
+    profile = replace(chain(LENGTH), noting=0.75)
+    dropped = range(1, LENGTH)
+    computations = sum(range(LENGTH))
+    assert forecast(profile, dropped).seconds == LENGTH - 1
+    assert forecast(profile, dropped, dropped).seconds == computations - 0.75 * (computations - len(dropped))
+
+
+def test_a_step_that_is_followed_takes_as_much_whatever_is_dropped() -> None:
+    profile = replace(chain(LENGTH), following=0.5)
+    for dropped in ([1], [1, 2, 3]):
+        assert with_overheads(profile, forecast(profile, dropped), dropped).seconds == len(dropped) + 0.5
+    assert with_overheads(profile, forecast(profile, []), []).seconds == 0.0
 
 
 def test_a_choice_that_makes_values_too_often_is_out_of_the_question() -> None:

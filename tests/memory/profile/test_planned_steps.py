@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dpx.memory import apply_plan, plan_profile
+from lightning_dpx.memory import apply_plan, plan_profile, profile_step
 from lightning_dpx.memory.apply import profile_module
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel
@@ -166,6 +166,29 @@ def test_values_and_places_are_told_apart_by_two_sets(
     )
     assert found.place == pytest.approx(place, abs=1e-9)
     assert found.value == pytest.approx(value + place * found.usual_places)
+
+
+def test_where_a_step_runs_a_backward_of_its_own_all_that_it_saves_takes_time() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Block() for _ in range(4)))
+    x = torch.randn(64, 32, requires_grad=True)
+
+    def forward() -> Tensor:
+        (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        return module(x).sum() + gradient.pow(2).sum()
+
+    profile = profile_step(module, forward, torch.device("cpu"))
+    assert profile.following > 0.0
+    droppable = droppable_values(profile)
+    made = [len(made_again(profile, dropped)) for dropped in (droppable[::2], droppable[::8])]
+    free = replace(profile, step_seconds=0.001, values=tuple(replace(value, seconds=0.0) for value in profile.values))
+    # A value takes 2.0, and the step 3.0.
+    timer = Scripted(module, *[0.05] * 4, *[1.0, 1.0 + 3.0 + 2.0 * made[0], 1.0 + 3.0 + 2.0 * made[1]] * 3)
+    known = Bookkeeping(value=0.5, again=0.125)
+    found = measured_in_step(free, module, timer, forward=forward, backward=Tensor.backward, known=known)  # type: ignore[arg-type]
+    assert (found.value, found.following, found.place) == (pytest.approx(2.0), pytest.approx(3.0), 0.0)
+    dear = with_bookkeeping(free, found)
+    assert (dear.noting, dear.following) == (pytest.approx(1.875), pytest.approx(3.0))
 
 
 def test_steps_that_are_much_longer_than_bookkeeping_are_not_run_for_it(

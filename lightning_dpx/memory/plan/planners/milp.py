@@ -121,7 +121,7 @@ class MilpModel:
                 self._solver.row({uncached: 1, self._uncached[source]: 1}, 1)
         if value not in self._model.requests:
             return
-        price = self._scale * sum(self._values[index].seconds for index in (value, *way))
+        price = self._scale * sum(map(self._problem.profile.seconds_again, (value, *way)))
         self._solver.add_cost(uncached, price * (len(self._model.requests[value]) - 1))
         for user in self._users.get(value, ()):
             self._solver.row({uncached: 1, self._drop(user): 1, self._solver.column(price): -1}, 1)
