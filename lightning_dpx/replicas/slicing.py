@@ -89,8 +89,10 @@ def check_batch_dim(batch_dim: object) -> None:
 def split_sizes(num_rows: int, workload: Sequence[float], usual_rows: int = 0) -> tuple[int, ...]:
     """Rows per replica, by largest remainder, with sum exactly ``num_rows``.
 
-    A batch shorter than usual goes to fewer replicas: the first ones, as many as get at least half of their usual
-    slice and not a single row where more are usual (batch norm fails on one sample).
+    A batch shorter than usual goes to fewer replicas: the first one and those of the largest shares, as many as get at
+    least half of their usual slice (or the usual one of the first, if that is smaller) and not a single row where more
+    are usual: batch norm fails on one sample. The first one always takes part: to a step it is rank 0, which does what
+    is done once.
 
     Args:
         num_rows: B, the rows of this batch.
@@ -99,13 +101,26 @@ def split_sizes(num_rows: int, workload: Sequence[float], usual_rows: int = 0) -
     """
     usual_rows = max(usual_rows, num_rows)
     usual = [usual_rows * share / sum(workload) for share in workload]
-    least = [max(rows / 2, min(2, math.floor(rows))) for rows in usual]
-    # The most replicas that all get enough. A slice of one row is what batch norm fails on.
+    least = []
+    for rows in usual:
+        # Were more than the first one's asked of a large share, the first, which may be slow, would get all rows alone.
+        half = min(rows / 2, usual[0])
+        least.append(max(math.ceil(half), min(2, math.floor(rows)), 1))
+    # The smallest shares are left out first, and of equal ones the last.
+    others = sorted(range(1, len(workload)), key=lambda index: -workload[index])
+    sizes = [0] * len(workload)
+    # The most replicas that all get enough.
     for active in range(len(workload), 1, -1):
-        sizes = _largest_remainder(num_rows, workload[:active])
-        if all(size >= max(need, 1) for size, need in zip(sizes, least, strict=False)):
-            return (*sizes, *(0,) * (len(workload) - active))
-    return (num_rows, *(0,) * (len(workload) - 1))
+        chosen = [0, *sorted(others[: active - 1])]
+        found = _largest_remainder(num_rows, [workload[index] for index in chosen])
+        missing = max(least[0] - found[0], 0)
+        found[found.index(max(found))] -= missing
+        found[0] += missing
+        if all(size >= least[index] for index, size in zip(chosen, found, strict=True)):
+            for index, size in zip(chosen, found, strict=True):
+                sizes[index] = size
+            return tuple(sizes)
+    return (num_rows, *sizes[1:])
 
 
 def _largest_remainder(total: int, shares: Sequence[float]) -> list[int]:

@@ -33,6 +33,14 @@ class Sample:
         (5, [1, 1, 1, 1], 8, (3, 2, 0, 0)),
         (10, [1, 1, 1, 1], 32, (5, 5, 0, 0)),
         (1, [1, 1], 1, (1, 0)),
+        # The first replica is rank 0 and always takes part; others whose share is less than half a row do not.
+        (10, [3.3, 0.1, 0.1], 0, (10, 0, 0)),
+        (10, [0.1, 0.1, 3.3], 0, (1, 0, 9)),
+        (10, [0.1, 3.3, 0.1], 0, (1, 9, 0)),
+        # A short batch is left to those that get most of a full one.
+        (8, [1, 9], 20, (2, 6)),
+        (4, [0.1, 0.1, 3.3], 10, (1, 0, 3)),
+        (3, [1, 9], 20, (3, 0)),
     ],
 )
 def test_sizes_follow_the_workload_and_short_batches_go_to_fewer_replicas(rows, workload, usual, sizes) -> None:
