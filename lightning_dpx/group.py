@@ -19,6 +19,7 @@ from lightning_dpx.replicas import (
     BatchDim,
     BatchSlice,
     Execution,
+    InputGradients,
     MicroBatches,
     OutputGradients,
     Replica,
@@ -65,7 +66,8 @@ class ReplicaGroup:
             paths within them (``"0.pixels"``), ``"output"`` for the outputs and ``"labels"`` for those of a metric; 0
             for those that are not named, -1 gives an input whole.
         grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none;
-            or ``{parameter name: one of them}``, with "write" for those that are not named.
+            or ``{parameter name: one of them}``, with "write" for those that are not named. ``"add"`` by itself is also
+            for the gradients of the inputs: they add up as long as batches have the same shapes, until :meth:`reshape`.
         fixed_params: Names of parameters that get no gradient; as with "null", in this group alone.
         inputs_need_grad: Also compute the gradients of the floating-point inputs: of tensors and those in containers,
             and not of what packed sequences and graphs hold.
@@ -118,6 +120,7 @@ class ReplicaGroup:
             if name not in names:
                 raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
         self._inputs_need_grad = inputs_need_grad
+        self._input_gradients = InputGradients(adds=grad_req == "add")
         without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
         self._fixed = [index for index, name in enumerate(names) if name in without]
         _check_batch_dim(module, batch_dim)
@@ -158,7 +161,8 @@ class ReplicaGroup:
     def reshape(self, num_rows: int) -> None:
         """Prepares for batches of another size: :attr:`slices` are those of ``num_rows`` rows from now on.
 
-        A :meth:`forward` does it by itself; parameters and replicas stay as they are.
+        A :meth:`forward` does it by itself; parameters and replicas stay as they are. Gradients of inputs
+        that add up (``grad_req="add"``) begin anew.
 
         Raises:
             ConfigurationError: not a positive number of rows.
@@ -169,6 +173,7 @@ class ReplicaGroup:
         # to fewer replicas.
         self._set.partition.forget_usual_rows()
         sizes = self._set.sizes(num_rows)
+        self._input_gradients.forget()
         self._outputs = []
         self._slices = []
         for replica, size in zip(self.replicas, sizes, strict=True):
@@ -414,6 +419,12 @@ class ReplicaGroup:
     def _rows_by_replica(self) -> dict[int, slice]:
         return {one.replica.index: rows for one, rows in zip(self._slices, self.slices, strict=True)}
 
+    def _batches_by_replica(self) -> list[Any]:
+        batches: list[Any] = [None] * len(self.replicas)
+        for one in self._slices:
+            batches[one.replica.index] = one.batch
+        return batches
+
     @contextmanager
     def _summed_gradients(self) -> Iterator[None]:
         """A backward, whose gradients are then summed into the module; an error leaves nothing of it there."""
@@ -428,8 +439,9 @@ class ReplicaGroup:
         # The other replicas gave theirs away in the last sum, unless users have walked outputs by themselves.
         self._forget_summed()
         try:
-            yield
-            self._reduce()
+            with self._input_gradients.of_a_backward(self._batches_by_replica()):
+                yield
+                self._reduce()
         except BaseException:
             self._forget_summed()
             for parameter, grad in accumulated.items():

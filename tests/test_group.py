@@ -42,6 +42,36 @@ def test_outputs_and_gradients_equal_the_plain_module(group) -> None:
     torch.testing.assert_close(group.input_grads_merged()[0], expected_inputs)
 
 
+@pytest.mark.parametrize(("request_", "expected"), [("write", [1, 1]), ("add", [1, 2])])
+def test_write_and_add_are_for_inputs_too(make_group, request_, expected) -> None:
+    module = nn.Linear(3, 2)
+    group = make_group(module, places(2), grad_req=request_, inputs_need_grad=True)
+    once = module.weight.detach().sum(0)
+    found = []
+    for _ in range(2):
+        rows = torch.randn(4, 3, device=once.device)
+        group.forward(rows)
+        group.backward(torch.ones(4, 2, device=once.device))
+        found.append(group.input_grads_merged()[0])
+    for times, grads in zip(expected, found, strict=True):
+        torch.testing.assert_close(grads, times * once.expand(4, 3))
+    # Other shapes, or a wish for them, begin anew.
+    for num_rows in (6, 6):
+        group.reshape(num_rows)
+        group.forward(torch.ones(num_rows, 3, device=once.device))
+        group.backward(torch.ones(num_rows, 2, device=once.device))
+        torch.testing.assert_close(group.input_grads_merged()[0], once.expand(num_rows, 3))
+
+
+def test_a_second_backward_of_micro_batches_replaces_gradients_of_inputs(make_group) -> None:
+    module = nn.Linear(3, 2)
+    group = make_group(module, places(2), micro_batches=2, inputs_need_grad=True)
+    group.forward(torch.ones(8, 3, device=module.weight.device))
+    for _ in range(2):
+        group.backward(torch.ones(8, 2, device=module.weight.device))
+        torch.testing.assert_close(group.input_grads_merged()[0], module.weight.detach().sum(0).expand(8, 3))
+
+
 def test_write_replaces_and_add_accumulates(make_group) -> None:
     rows = torch.randn(4, 3)
     grads = {}

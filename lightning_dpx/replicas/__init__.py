@@ -24,7 +24,7 @@ from lightning_dpx.replicas.replica_set import (
     weights_of,
 )
 from lightning_dpx.replicas.replicate import make_shadow_module
-from lightning_dpx.replicas.slice_gradients import OutputGradients, join_input_gradients
+from lightning_dpx.replicas.slice_gradients import InputGradients, OutputGradients, join_input_gradients
 from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
 from lightning_dpx.replicas.slicing import (
     BatchDim,
@@ -52,6 +52,7 @@ __all__ = [
     "StepDraws",
     "drawn_once",
     "BatchSlicer",
+    "InputGradients",
     "InterProcess",
     "BufferMode",
     "CallerContext",

@@ -4,7 +4,8 @@ The counterpart of :mod:`~lightning_dpx.replicas.gathering`: what was joined alo
 was averaged, such as a loss, counts by its rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
@@ -13,7 +14,7 @@ import torch
 
 from lightning_dpx.errors import SliceError
 from lightning_dpx.replicas.batch_reading import BatchDim
-from lightning_dpx.replicas.containers import children_of, is_sequence, join_path, rebuild
+from lightning_dpx.replicas.containers import children_of, is_sequence, join_path, map_tensors, rebuild
 
 Tensors = dict[str, torch.Tensor | None]
 
@@ -107,6 +108,75 @@ class OutputGradients:
             "out_grads the output must be a scalar loss; out_grads has the structure and the shapes of "
             "outputs_merged(), with None for an output that needs none."
         )
+
+
+class InputGradients:
+    """The gradients of the inputs of slices, over one backward or over several.
+
+    Args:
+        adds: Whether a backward adds to those of the one before, where its slices have the same shapes; it replaces
+            them otherwise.
+    """
+
+    def __init__(self, *, adds: bool) -> None:
+        self._adds = adds
+        self._shapes: list[list[torch.Size]] = []
+        self._earlier: list[torch.Tensor | None] = []
+
+    def forget(self) -> None:
+        """The next backward adds to nothing."""
+        self._shapes = []
+        self._earlier = []
+
+    @contextmanager
+    def of_a_backward(self, batches: Sequence[Any]) -> Iterator[None]:
+        """A backward of these slices; an error in the block leaves their gradients as they were.
+
+        Args:
+            batches: Of all replicas, with rows or without, so that a replica never adds to the gradients of another.
+        """
+        found = [_wanting_gradients(batch) for batch in batches]
+        inputs = list(chain.from_iterable(found))
+        before = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+        try:
+            yield
+        except BaseException:
+            for tensor, grad in zip(inputs, before, strict=True):
+                tensor.grad = grad
+            raise
+        if not self._adds:
+            return
+        shapes = [_shapes_of(tensors) for tensors in found]
+        if shapes == self._shapes:
+            for tensor, earlier in zip(inputs, self._earlier, strict=True):
+                # Not in place: what a caller was given before stays as it is.
+                tensor.grad = _sum(tensor.grad, earlier)
+        self._shapes = shapes
+        self._earlier = [tensor.grad for tensor in inputs]
+
+
+def _wanting_gradients(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found
+
+
+def _shapes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]
+
+
+def _sum(grad: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None or other is None:
+        return other if grad is None else grad
+    return grad + other
 
 
 def join_input_gradients(
