@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.devices import canonical_device, device_beside
@@ -52,7 +53,16 @@ from lightning_dpx.torch_compat import (
 
 # One object serves all replicas, whatever it holds: data, what acts on the parameters once a step, and what compiles:
 # code that was compiled for one replica is found by the others only where it is the same object.
-SHARED_TYPES: tuple[type, ...] = (Dataset, DataLoader, Optimizer, LRScheduler, IteratorProxy, *COMPILER_TYPES)
+SHARED_TYPES: tuple[type, ...] = (
+    Dataset,
+    DataLoader,
+    Optimizer,
+    LRScheduler,
+    IteratorProxy,
+    # A profiler's hooks keep the last range of each module, which torch cannot copy, and make one anew for every call.
+    record_function,
+    *COMPILER_TYPES,
+)
 # Python refuses to copy them, and what they guard is one object for all replicas.
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")

@@ -1,6 +1,7 @@
 """torch.profiler that sees what the replicas do in their threads."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning_dpx.lightning.lightning_api import PyTorchProfiler
 from lightning_dpx.torch_compat import ProfilerConfig
@@ -15,6 +16,7 @@ class DPXProfiler(PyTorchProfiler):
         export_to_chrome: Write a trace for chrome://tracing or Perfetto beside it.
         row_limit: Rows of the table; -1 for all.
         sort_by_key: Of the table's columns, for example ``"cpu_time_total"``.
+        options: Of Lightning's PyTorchProfiler, and of torch.profiler.profile, such as ``profile_memory=True``.
 
     Examples:
         >>> profiler = dpx.DPXProfiler(dirpath="profile", filename="steps", row_limit=10)
@@ -28,13 +30,15 @@ class DPXProfiler(PyTorchProfiler):
         export_to_chrome: bool = True,
         row_limit: int = 20,
         sort_by_key: str | None = None,
+        **options: Any,
     ) -> None:
+        # Without it a trace lacks all that runs in the workers of replicas.
+        options.setdefault("experimental_config", ProfilerConfig(profile_all_threads=True))
         super().__init__(
             dirpath,
             filename,
             export_to_chrome=export_to_chrome,
             row_limit=row_limit,
             sort_by_key=sort_by_key,
-            # Without it a trace lacks all that runs in the workers of replicas.
-            experimental_config=ProfilerConfig(profile_all_threads=True),
+            **options,
         )

@@ -11,7 +11,8 @@ from tests.conftest import make_loader, make_trainer, seeded
 
 
 def products_of(profiler: PyTorchProfiler) -> int:
-    strategy: Any = dpx.DPXStrategy(execution="threads")
+    # The check before the first step, and those later on, run in the calling thread.
+    strategy: Any = dpx.DPXStrategy(execution="threads", verify="off")
     options = {"strategy": strategy, "devices": 2, "profiler": profiler, "max_epochs": 1, "limit_val_batches": 0}
     make_trainer(**options, limit_train_batches=4).fit(seeded(), make_loader(), make_loader())
     assert profiler.function_events is not None
@@ -27,3 +28,18 @@ def test_it_sees_every_replica(tmp_path: Path) -> None:
     assert alone < ours // 2
     assert "aten::addmm" in (tmp_path / "fit-ours.txt").read_text()
     assert list(tmp_path.glob("*.pt.trace.json"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("profiler", [PyTorchProfiler, dpx.DPXProfiler])
+def test_memory_is_planned_and_steps_are_checked_beside_a_profiler(tmp_path: Path, profiler, caplog) -> None:
+    # The sanity check runs the hooks of the profiler before a step is copied.
+    strategy: Any = dpx.DPXStrategy(memory_budget="1GiB", execution="inline", plan_cache=False)
+    trainer = make_trainer(strategy=strategy, devices=2, profiler=profiler(tmp_path, "p"), num_sanity_val_steps=1)
+    trainer.fit(seeded(), make_loader(), make_loader())
+    assert "memory of cpu" in caplog.text
+    assert "was not checked" not in caplog.text
+
+
+def test_it_takes_what_lightnings_takes(tmp_path: Path) -> None:
+    assert dpx.DPXProfiler(tmp_path, "p", record_module_names=False, profile_memory=True) is not None
