@@ -342,8 +342,12 @@ class FakeCosts(RooflineCosts):
 
 def fake_device_for(target: torch.device) -> torch.device:
     """Where the fakes of a step for ``target`` are; see [Note: where fakes are]."""
-    is_there = is_host(target) or torch.get_device_module(target).is_available()
-    return canonical_device(target if is_there else "cpu")
+    if is_host(target) or not torch.get_device_module(target).is_available():
+        return torch.device("cpu")
+    # One that is beyond those of this machine: autograd's thread of it would end the process.
+    if target.index is not None and target.index >= torch.get_device_module(target).device_count():
+        return torch.device(target.type, 0)
+    return canonical_device(target)
 
 
 @contextmanager

@@ -227,6 +227,13 @@ def test_a_module_knows_where_it_would_be(device: str) -> None:
     assert module.device == before
 
 
+@sim_only
+def test_a_device_beyond_those_that_are_there_is_planned_for() -> None:
+    beyond = f"sim:{torch.get_device_module('sim').device_count()}"
+    found = [dpx.search_plan(nn.Linear(64, 64), torch.ones(128, 64), device=name) for name in ("sim:0", beyond)]
+    assert found[0].unplanned_peak == found[1].unplanned_peak
+
+
 def test_what_stays_outside_of_the_module_is_told() -> None:
     class Leaks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
