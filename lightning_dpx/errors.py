@@ -18,6 +18,8 @@ Errors raised by user code inside a replica are never wrapped: the original obje
 names the replica, its device and the stage.
 """
 
+import os
+
 import torch
 
 
@@ -169,6 +171,16 @@ def describe_error(error: BaseException) -> str:
         # The failure of the message must not take the place of the error.
         return f"{type(error).__name__} (its __str__ fails with {type(failure).__name__})"
     return f"{type(error).__name__}: {message}"
+
+
+def name_file(error: OSError, path: str | os.PathLike[str]) -> None:
+    """Has ``error`` name the file that was to be written, and not the one that is written beside it and renamed."""
+    if error.filename is None:
+        return
+    error.filename = os.fspath(path)
+    # A rename names both.
+    if error.filename2 is not None:
+        del error.filename2
 
 
 class PlanError(DPXError, ValueError):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.errors import name_file
 from lightning_dpx.lightning.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_dpx.lightning.lightning_compat import WrappingCheckpointIO
 from lightning_dpx.units import format_mib
@@ -39,6 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except BaseException as error:
             part.unlink(missing_ok=True)
             if isinstance(error, OSError):
+                name_file(error, target)
                 error.add_note(_describe_failed_save(target, content.getbuffer().nbytes))
             raise
 

@@ -110,6 +110,14 @@ def test_a_file_is_replaced_as_a_whole_or_stays_what_it_was(tmp_path: Path) -> N
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    # A folder cannot be replaced by a file.
+    (tmp_path / "last.ckpt").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "last.ckpt")
+    assert str(caught.value) == f"[Errno 21] Is a directory: '{tmp_path / 'last.ckpt'}'"
+
+
 def test_a_damaged_file_is_named_and_one_that_runs_code_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     files = AtomicCheckpointIO()

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_dpx.errors import name_file
 from lightning_dpx.units import MIB
 
 MOST_BYTES = 64 * MIB  # about half a million decisions
@@ -93,9 +94,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     except BaseException as error:  # Ctrl-C, too, leaves nothing beside the file
         with contextlib.suppress(OSError):
             beside.unlink()
-        if isinstance(error, OSError) and error.errno is not None:
-            # With the name that was given, and not that of the file beside it.
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        if isinstance(error, OSError):
+            name_file(error, path)
         raise
 
 
