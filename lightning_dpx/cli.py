@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dpx",
         description="One process drives all your devices.",
-        epilog="Exit status 0: done; 1: an error; 130: Ctrl-C; plan and tune add 2: it does not fit.",
+        epilog="Exit status 0: done; 1: an error; 130: Ctrl-C; 2: arguments or a config that cannot be read, except of "
+        "plan and tune, whose 2 says that it does not fit.",
     )
     parser.add_argument("--print-completion", action=_PrintCompletion, choices=_SHELLS, help=_COMPLETION)
     commands = parser.add_subparsers(required=True, metavar="command")

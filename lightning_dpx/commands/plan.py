@@ -70,7 +70,11 @@ def add_to(commands: Any) -> None:
         help='for everything on a device: "8GiB", bytes, or "60%%" of what it would take without a plan; the config\'s '
         "unless given",
     )
-    plan.add_argument("--devices", help='a number, or names such as "cuda:0,cuda:1"; the config\'s unless given')
+    plan.add_argument(
+        "--devices",
+        help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
+        '"cpu"; the number of the config unless given',
+    )
     plan.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
     plan.add_argument(
         "--micro-batches", metavar="M",

@@ -65,7 +65,11 @@ def add_to(commands: Any) -> None:
     )
     tune.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
     tune.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
-    tune.add_argument("--devices", help='a number, or names such as "cuda:0,cuda:1"; the config\'s unless given')
+    tune.add_argument(
+        "--devices",
+        help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
+        '"cpu"; the number of the config unless given',
+    )
     tune.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
     tune.add_argument(
         "--micro-batches", default="auto", metavar="M",
