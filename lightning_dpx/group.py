@@ -485,8 +485,11 @@ class ReplicaGroup:
         """The last forward's outputs as one device would have returned them, on the first device.
 
         Raises:
+            ConfigurationError: no forward came before, or a :meth:`reshape` after it.
             GatherError: the replicas returned different structures, or some of them ``None``.
         """
+        if not self._outputs:
+            raise ConfigurationError("outputs_merged() needs a forward() before it.")
         rows = [batch_slice.num_rows for batch_slice in self._slices]
         without = [one.replica for one, output in zip(self._slices, self._outputs, strict=True) if output is None]
         # Where all of them returned None, so would one device.

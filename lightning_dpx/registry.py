@@ -78,8 +78,8 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> type[T]:
         try:
             return self._entries[name]
-        except KeyError:
-            # A config may hold something that is no text.
+        # A config may hold something that is no text, such as a list, which a dict refuses.
+        except (KeyError, TypeError):
             close = difflib.get_close_matches(str(name), self._entries, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(

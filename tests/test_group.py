@@ -85,6 +85,16 @@ def test_write_replaces_and_add_accumulates(make_group) -> None:
     torch.testing.assert_close(grads["add"], 2 * grads["write"])
 
 
+def test_merged_outputs_are_those_of_a_forward(make_group) -> None:
+    group = make_group(nn.Linear(3, 1), places(2))
+    with pytest.raises(dpx.ConfigurationError, match=r"outputs_merged\(\) needs a forward"):
+        group.outputs_merged()
+    group.forward(torch.randn(4, 3))
+    group.reshape(6)
+    with pytest.raises(dpx.ConfigurationError, match=r"outputs_merged\(\) needs a forward"):
+        group.outputs_merged()
+
+
 def test_fixed_params_get_no_gradient(make_group) -> None:
     group = make_group(nn.Linear(3, 1), places(2), fixed_params=["bias"])
     group.forward(torch.randn(4, 3))

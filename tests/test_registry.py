@@ -28,6 +28,8 @@ def test_unknown_and_taken_names_are_refused() -> None:
     registry.register("greedy")(First)
     with pytest.raises(dpx.ConfigurationError, match=r"Unknown planner 'greddy'; available: greedy\. Did you mean"):
         registry["greddy"]
+    with pytest.raises(dpx.ConfigurationError, match=r"Unknown planner \['greedy'\]; available: greedy"):
+        registry[["greedy"]]  # type: ignore[index]  # as a config may have it
     with pytest.raises(dpx.ConfigurationError, match="planner name 'greedy' is taken by First; register Second under"):
         registry.register("greedy")(Second)
 

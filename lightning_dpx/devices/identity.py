@@ -39,6 +39,8 @@ def named_devices(devices: Sequence[torch.device | str]) -> list[torch.device]:
     # A text is a sequence, too, of letters.
     if isinstance(devices, str | torch.device):
         raise ConfigurationError(f"devices={str(devices)!r} is not allowed; give a list: [{str(devices)!r}].")
+    if not isinstance(devices, Sequence):
+        raise ConfigurationError(f"devices={devices!r} is not allowed; give a list such as ['cuda:0', 'cuda:1'].")
     return [_named_device(name) for name in devices]
 
 

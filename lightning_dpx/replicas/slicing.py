@@ -59,7 +59,7 @@ def check_workload(workload: object) -> None:
     Raises:
         ConfigurationError: an unknown word, or an entry that is not a positive finite number.
     """
-    if workload in ("even", "auto"):
+    if isinstance(workload, str) and workload in ("even", "auto"):
         return
     if isinstance(workload, str) or not isinstance(workload, Sequence):
         raise ConfigurationError(

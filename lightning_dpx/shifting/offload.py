@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_dpx.devices import OffloadedTensor, canonical_device
+from lightning_dpx.devices import OffloadedTensor, present_devices
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.prefetch import TensorPrefetcher
 from lightning_dpx.prefetch_order import PrefetchSlot
@@ -35,8 +35,8 @@ def offload_activations(
             with 3 for the first alone.
 
     Raises:
-        ConfigurationError: a pattern matches nothing, ``prefetch_depth`` is no number of tensors, or the module is
-            offloaded already.
+        ConfigurationError: a pattern matches nothing, the device is not there, ``prefetch_depth`` is no number of
+            tensors, or the module is offloaded already.
 
     Examples:
         >>> dpx.simulate(1)
@@ -50,7 +50,7 @@ def offload_activations(
         raise ConfigurationError(
             f"prefetch_depth={prefetch_depth!r} is not allowed; give a number of tensors, 0 or more."
         )
-    offloading = _Offloading(module, canonical_device(device), prefetch_depth)
+    offloading = _Offloading(module, present_devices([device])[0], prefetch_depth)
     for name in choose_modules(module, activations):
         child = module.get_submodule(name)
         # First on the way in, so that what other hooks compute is offloaded as well.

@@ -11,7 +11,7 @@ import difflib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from types import FrameType
@@ -220,6 +220,8 @@ def choose_modules(module: nn.Module, activations: Names) -> list[str]:
         ConfigurationError: no patterns, or one that matches nothing; with the nearest names.
     """
     given = [activations] if isinstance(activations, str | Activation) else activations
+    if not isinstance(given, Iterable):
+        raise ConfigurationError(f"activations={given!r} is not allowed; give names of submodules, or activations.")
     if not given:
         raise ConfigurationError("activations is empty; name at least one submodule.")
     # Of an activation the module, and not the tensor, can run elsewhere.

@@ -76,3 +76,9 @@ def test_simulated_devices_that_are_not_made_yet_are_told_how() -> None:
     program = "import lightning_dpx as dpx; from torch import nn; dpx.ReplicaGroup(nn.Linear(1, 1), ['sim:0'])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "ConfigurationError: 'sim:0' names no device here; call lightning_dpx.simulate() first" in ended.stderr
+
+
+@pytest.mark.parametrize(("given", "message"), [(2, "devices=2 is not allowed; give a list"), ("cpu", r"\['cpu'\]")])
+def test_devices_are_a_list(given: object, message: str) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        dpx.ReplicaGroup(torch.nn.Linear(2, 2), given)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 import dataclasses
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,7 @@ def test_sizes_always_sum_to_the_batch() -> None:
     [
         ([1, 2], "2 entries"), ([1, 0, 1], r"workload\[1\]=0"), ([1, -1, 1], r"workload\[1\]=-1"),
         ([1, 1, float("nan")], r"workload\[2\]=nan"), ([1, 1, float("inf")], "inf"), (["a", 1, 1], "'a'"),
-        ("fair", "'even'"), ([True, 1, 1], "True"),
+        ("fair", "'even'"), ([True, 1, 1], "True"), (np.array([1, 2, 3]), r"array\(\[1, 2, 3\]\) is not allowed"),
     ],
 )  # fmt: skip
 def test_bad_workloads_are_refused_by_name(workload, message) -> None:

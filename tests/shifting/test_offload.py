@@ -276,3 +276,20 @@ def test_a_saved_tensor_may_be_looked_at_outside_of_backward() -> None:
 def test_a_look_ahead_is_a_number_of_tensors(prefetch_depth: Any) -> None:
     with pytest.raises(dpx.ConfigurationError, match=f"prefetch_depth={prefetch_depth!r} is not allowed"):
         dpx.offload_activations(Tower(), "parts.*", SPARE, prefetch_depth)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("gpu", "'gpu' names no device here; give a type"), ("sim:99", "'sim:99' is not there")]
+)
+def test_a_device_that_is_not_there_is_refused(device: str, message: str) -> None:
+    if SIMULATED and device == "sim:99":
+        pytest.skip(SIMULATED)
+    net = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        dpx.offload_activations(net, "0", device)
+    dpx.offload_activations(net, "0")
+
+
+def test_what_names_no_submodules_is_refused() -> None:
+    with pytest.raises(dpx.ConfigurationError, match="activations=0 is not allowed; give names of submodules"):
+        dpx.offload_activations(nn.Sequential(nn.Linear(2, 2)), 0)  # type: ignore[arg-type]
