@@ -1,5 +1,7 @@
 """torch.profiler that sees what the replicas do in their threads."""
 
+import atexit
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,12 @@ class DPXProfiler(PyTorchProfiler):
             sort_by_key=sort_by_key,
             **options,
         )
+        # A fit that fails leaves torch's profiler on, and with all threads watched the end of the process would be
+        # a crash instead of the error of the fit.
+        atexit.register(_stop, weakref.ref(self))
+
+
+def _stop(profiler: "weakref.ref[DPXProfiler]") -> None:
+    running = profiler()
+    if running is not None:
+        running.teardown(stage=None)

@@ -1,5 +1,7 @@
 """The profiler sees the operators of replicas in threads, which torch's alone does not."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,33 @@ def test_memory_is_planned_and_steps_are_checked_beside_a_profiler(tmp_path: Pat
 
 def test_it_takes_what_lightnings_takes(tmp_path: Path) -> None:
     assert dpx.DPXProfiler(tmp_path, "p", record_module_names=False, profile_memory=True) is not None
+
+
+FAILING = """
+import sys
+import lightning_dpx as dpx
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Fails(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise ValueError("of the step")
+        return super().training_step(batch, batch_idx)
+
+# Names of the program, which live as long as it does.
+model = Fails()
+profiler = dpx.DPXProfiler(sys.argv[1], "p")
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(strategy="dpx", accelerator="cpu", devices=2, profiler=profiler, max_epochs=1, **options)
+trainer.fit(model)
+"""
+
+
+def test_a_fit_that_fails_ends_with_its_error(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    # Not by a signal: a process that crashes has a negative status.
+    assert ended.returncode == 1, ended.stderr
+    assert "ValueError: of the step" in ended.stderr
