@@ -285,6 +285,8 @@ def tune(
         planner=planner,
         micro_batches=micro_batches,
     )
+    if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Sequence):
+        raise ConfigurationError(f"batch_sizes={batch_sizes!r} is not allowed; give a list of numbers of rows.")
     options = TuneOptions(batch_sizes=tuple(batch_sizes)) if batch_sizes else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none

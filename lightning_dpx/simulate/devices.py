@@ -63,16 +63,15 @@ def simulate(
         >>> torch.ones(3, device="sim:1").sum().item()
         3.0
     """
-    if not isinstance(num_devices, int) or not 1 <= num_devices <= MAX_DEVICES:
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or not 1 <= num_devices <= MAX_DEVICES:
         raise ConfigurationError(f"num_devices={num_devices!r} is not allowed; give 1 to {MAX_DEVICES}.")
-    each = [memory] * num_devices if memory is None or isinstance(memory, int | str) else list(memory)
+    each = [memory] * num_devices if isinstance(memory, str) or not isinstance(memory, Sequence) else list(memory)
     if len(each) != num_devices:
         raise ConfigurationError(
             f"memory has {len(each)} entries for {num_devices} devices; give one size, or one each."
         )
-    speeds = [speed] * num_devices if isinstance(speed, int | float) else list(speed)
-    # The comparison also refuses NaN.
-    if len(speeds) != num_devices or not all(0 < value < float("inf") for value in speeds):
+    speeds = list(speed) if isinstance(speed, Sequence) else [speed] * num_devices
+    if len(speeds) != num_devices or not all(map(_is_speed, speeds)):
         raise ConfigurationError(f"speed={speed!r} is not allowed; give one positive number, or {num_devices} of them.")
     bandwidth = 0.0 if link is None else float(parse_bytes("link", link))
     if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
@@ -90,6 +89,11 @@ def simulate(
     # C++ holds this address for good; a function at the top of a module lives as long.
     torch.ops.dpx_sim.set_observer(cast(_observe, c_void_p).value)
     clear_traffic()
+
+
+def _is_speed(value: object) -> bool:
+    # The comparison also refuses NaN.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def traffic() -> list[Transfer]:

@@ -123,6 +123,23 @@ def test_batch_sizes_that_are_none(sizes: Any) -> None:
         dpx.tune(Shallow(), Rows(), batch_sizes=sizes)
 
 
+@pytest.mark.parametrize("sizes", [8, "8,16"])
+def test_batch_sizes_are_a_list(sizes: Any) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r"batch_sizes=.* is not allowed; give a list of numbers of rows"):
+        dpx.tune(Shallow(), Rows(), batch_sizes=sizes)
+
+
+def test_micro_batches_of_few_rows_have_a_time_too() -> None:
+    model = Shallow()
+    # Its gradients, which are added to those before them, take more than the activations of all rows.
+    model.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    found = dpx.tune(model, Rows(4), batch_sizes=(4, 8), micro_batches=4)
+    assert all(one.samples_per_second > 0 for one in found.batch_sizes)
+    plans = [one.devices[0].plan for one in found.batch_sizes]
+    assert [plan.micro_batches for plan in plans if plan is not None] == [4, 4]
+    assert not any(plan.num_recomputed for plan in plans if plan is not None)
+
+
 def test_a_budget_for_a_device_whose_batch_is_too_large_names_the_least_it_needs() -> None:
     found = dpx.tune(Shallow(), Rows(), devices=["cuda:0"], batch_sizes=(1024,), budget="600KiB", micro_batches=1)
     device = found.batch_sizes[0].tightest

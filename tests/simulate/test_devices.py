@@ -170,6 +170,10 @@ def test_other_devices_than_there_are_and_other_strategies_are_refused(sim) -> N
         ({"num_devices": 0}, "num_devices=0 is not allowed; give 1 to 16"),
         ({"num_devices": 2, "memory": ["1GiB"]}, "memory has 1 entries for 2 devices"),
         ({"memory": "much"}, "memory='much' is not allowed"),
+        ({"memory": 0.5}, r"memory=0\.5 is not allowed"),
+        ({"num_devices": True}, "num_devices=True is not allowed"),
+        ({"speed": None}, "speed=None is not allowed"),
+        ({"num_devices": 2, "speed": [1, "x"]}, r"speed=\[1, 'x'\] is not allowed"),
     ],
 )
 def test_bad_numbers_are_refused(options, message) -> None:

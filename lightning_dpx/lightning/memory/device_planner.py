@@ -73,12 +73,20 @@ class DevicePlanner:
             )
             return found[0]
         number = 1 if self._number == "auto" else self._number
-        # What the step in one piece takes is enough for each of its parts
-        # with nothing computed again.
-        allowed = self.whole.peak if room is None else max(1, room - self.aside(number))
+        allowed = self._most(number) if room is None else max(1, room - self.aside(number))
         return plan_fixed_micro_batches(
             number, self._rows, self._profile, self._plan_of, allowed, seconds_each=self._seconds_each
         )
+
+    def _most(self, number: int) -> int:
+        """Bytes that are enough for the step in so many parts with nothing computed again."""
+        if number == 1:
+            return self.whole.peak
+        fewest = self._rows // number
+        sizes = {fewest, -(-self._rows // number)}
+        # A part of few rows may take more than all rows in one piece: gradients that are added to those before it are
+        # made beside them.
+        return max(self.whole.peak, *(self._profile_of_part(size).peak for size in sizes))
 
     def aside(self, number: int) -> int:
         """Bytes that so many micro-batches need beside their activations: gradients of earlier batches."""
