@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import lightning_dpx as dpx
 from lightning_dpx.memory import Decision, MemoryPlan
 from lightning_dpx.memory.plan.plan import Action
-from lightning_dpx.memory.plan.plan_file import write_whole
 
 ACTIONS: tuple[Action, ...] = ("keep", "recompute", "recompute each time", "compress", "offload")
 
