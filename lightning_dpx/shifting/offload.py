@@ -2,11 +2,13 @@
 
 import threading
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_dpx.devices import OffloadedTensor, present_devices
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
@@ -16,7 +18,8 @@ from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.shifting.shift import Names, choose_modules
 from lightning_dpx.torch_compat import has_storage, key_of, version_counter
 
-_OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, _Offloading]" = weakref.WeakKeyDictionary()
+# By identity, as some modules (metrics) have a hash of their own.
+_OFFLOADED: "MutableMapping[nn.Module, _Offloading]" = WeakIdKeyDictionary()
 
 
 def offload_activations(

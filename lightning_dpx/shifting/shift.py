@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_dpx.activations import Activation, example_run, preserve_module_state, step_on
 from lightning_dpx.devices import canonical_device, free_bytes
@@ -37,7 +38,8 @@ from lightning_dpx.torch_compat import (
 Names = str | Activation | Sequence[str | Activation]
 
 _PAUSES = threading.local()
-_SHIFTS: "weakref.WeakKeyDictionary[nn.Module, Shift]" = weakref.WeakKeyDictionary()
+# By identity: a metric has a hash of its own, of states that its copy does not have yet.
+_SHIFTS: "MutableMapping[nn.Module, Shift]" = WeakIdKeyDictionary()
 # These ask about a tensor, or say themselves where it goes: bringing it elsewhere before would
 # give wrong answers.
 LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
@@ -256,6 +258,19 @@ def _has_ancestor(name: str, chosen: set[str]) -> bool:
     return any(".".join(parts[:length]) in chosen for length in range(1, len(parts)))
 
 
+def _shifted_elsewhere(module: nn.Module) -> set[int]:
+    """The ids of what other shifted modules hold.
+
+    What ``module`` shares with one of them, as replicas do a metric, is that one's: a copy of it would lead both shifts
+    to the same module, of which one would never come off.
+    """
+    found: set[int] = set()
+    for other in list(_SHIFTS):
+        if other is not module:
+            found.update(map(id, other.modules()))
+    return found
+
+
 class Shift:
     """Chosen submodules of one module, and where they run.
 
@@ -320,8 +335,9 @@ class Shift:
         # Modules around the chosen ones, and beside them, are entered as well: any of them may be
         # called first, where a step or a recomputation calls parts of the module by themselves.
         chosen = set(self.chosen)
+        shared = _shifted_elsewhere(module)
         for name, child in module.named_modules():
-            if name not in chosen and not _has_ancestor(name, chosen):
+            if id(child) not in shared and name not in chosen and not _has_ancestor(name, chosen):
                 child.register_forward_pre_hook(self._enter_home, with_kwargs=True, prepend=True)
                 child.register_forward_hook(self._end, always_call=True)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torchmetrics import Metric
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.expected_gradient import names_gradients
@@ -304,6 +305,11 @@ def _shadow_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
     # They lead to the strategy and all that it holds, which a profile would look through.
     if not shadow.automatic_optimization:
         hide_optimizers(shadow)
+    # Replicas share the metrics of the first, whose states are on its device, and in a real step hand them their rows.
+    # The step of a stand-in updates them itself.
+    for child in shadow.modules():
+        if isinstance(child, Metric):
+            child.to(batch_slice.replica.device)
     return shadow
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
-from tests.conftest import SIMULATED, assert_equal
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer
 from tests.lightning.memory.test_planning import MIB, Tower, fit, loader, tower
 
 pytestmark = [
@@ -163,3 +164,50 @@ def test_a_module_that_is_shifted_already_gives_its_shift_up() -> None:
     with pytest.warns(UserWarning, match=r"shifted already, shifts\['sim:0'\]='sim:4'.*it runs unshifted"):
         ours = trained(model, memory_budget="2.5MiB")
     assert_equal(ours, trained(tower()))
+
+
+class Measured(Classifier):
+    """Its metric is one object, which all replicas share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(num_classes=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        logits = self.net(rows)
+        self.accuracy(logits, labels)
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        return torch.nn.functional.cross_entropy(logits, labels)
+
+
+SHIFTED = {"shifts": {"sim:0": "sim:4"}, "shift_activations": ["net.2"]}
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {"memory_budget": "1MiB", "workload": [2, 1]}),
+        (2, {"memory_budget": "1MiB", **SHIFTED}),
+        (1, {"micro_batches": 2, **SHIFTED}),
+        (2, {"micro_batches": [1, 2], "memory_budget": "1MiB", **SHIFTED}),
+    ],
+    ids=["planned on both devices", "planned and shifted", "cut and shifted", "all"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_module_with_a_metric_may_have_them_all(devices: int, options: dict[str, Any]) -> None:
+    def run(**trainer: Any) -> tuple[float, list[torch.Tensor], Measured]:
+        torch.manual_seed(0)
+        model = Measured()
+        runner = make_trainer(num_sanity_val_steps=0, limit_val_batches=0, **trainer)
+        runner.fit(model, make_loader())
+        accuracy = float(runner.callback_metrics["accuracy_epoch"])
+        return accuracy, [part.cpu() for part in runner.predict(model, make_loader())], model
+
+    accuracy, predicted, _ = run()
+    strategy = dpx.DPXStrategy(plan_cache=False, **options)
+    ours, found, model = run(strategy=strategy, accelerator="sim", devices=devices)
+    assert ours == pytest.approx(accuracy)
+    torch.testing.assert_close(found, predicted)
+    # Nothing is left of the run.
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
