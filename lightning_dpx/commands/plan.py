@@ -115,6 +115,33 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     check_settings(args)
     check_times(args)
     check_ranks(args)
+    found, settings, ranks = _forecast(args, others)
+    # The line of progress goes before anything else is printed.
+    done()
+    if args.json:
+        print(json.dumps(_report(found, settings, ranks)))
+    else:
+        if ranks is not None:
+            print(f"one of {ranks} processes with --strategy {args.strategy}:")
+        print(format_dry_run(found))
+        num_devices = len(set(settings.devices))
+        num_idle = num_devices - len(found.forecasts)
+        if num_idle > 0 and ranks is None:
+            print(f"{num_idle} of {num_devices} devices get no rows of this batch, and idle.")
+        if settings.machines is not None:
+            print(f"\n{format_steps(found.steps, settings.machines)}")
+    if args.save is not None:
+        _save(found, args.save)
+    if args.report is not None:
+        with written("report", args.report):
+            write_report(found, args.report, settings.machines)
+        # Standard output holds the result alone, so that it can be read by other programs.
+        done()
+    return 0 if found.fits else 2
+
+
+def _forecast(args: argparse.Namespace, others: Sequence[str]) -> tuple[DryRun, Settings, int | None]:
+    """What a step takes, for which settings, and how many processes run it where a strategy has several."""
     configs: list[str] = []
     for config in args.config:
         configs += ["--config", config]
@@ -129,50 +156,46 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         cli.trainer.callbacks[:] = kept
         with shown("planning memory"):
             run_of = cli.trainer, cli.model, cli.datamodule
+            if args.strategy == "dpx":
+                return dry_run(*run_of, settings, progress), settings, None
+            as_one = as_one_rank(args, cli, settings)
             if args.strategy == "fsdp2":
-                ranks = ranks_of_fsdp2(args, cli, settings)
-                found = rank_run(*run_of, as_one_rank(args, cli, settings), ranks, progress)
-            elif args.strategy == "ddp":
-                found = dry_run(*run_of, as_one_rank(args, cli, settings), progress)
+                found = rank_run(*run_of, as_one, ranks_of_fsdp2(args, cli, settings), progress)
             else:
-                found = dry_run(*run_of, settings, progress)
-    # The line of progress goes before anything else is printed.
-    done()
-    if args.json:
-        devices = [_as_dict(forecast) for forecast in found.forecasts]
-        report = {"fits": found.fits, "basis": found.basis, "devices": devices}
-        if args.strategy != "dpx":
-            report["ranks"] = num_ranks(args, cli, settings)
-        if settings.machines is not None:
-            report["steps"] = as_dicts(found.steps)
-        print(json.dumps(report))
+                found = dry_run(*run_of, as_one, progress)
+            return found, settings, num_ranks(args, cli, settings)
+
+
+def _report(found: DryRun, settings: Settings, ranks: int | None) -> dict[str, Any]:
+    """The forecast as JSON has it."""
+    report: dict[str, Any] = {
+        "fits": found.fits,
+        "basis": found.basis,
+        "devices": [_as_dict(forecast) for forecast in found.forecasts],
+    }
+    if ranks is not None:
+        report["ranks"] = ranks
+    if settings.machines is not None:
+        report["steps"] = as_dicts(found.steps)
+    return report
+
+
+def _save(found: DryRun, path: Path) -> None:
+    """Saves the plan of the device with least room.
+
+    Raises:
+        PlanError: no device has anything to plan.
+    """
+    tightest = found.tightest
+    if not found.fits:
+        # The table tells what is missing, so this is no error, and the status is that of a run
+        # that does not fit.
+        print(f"dpx: Not all devices can meet their budget: nothing is saved in {path}.", file=sys.stderr)
+    elif tightest is None or tightest.plan is None:
+        raise PlanError(f"No device has activations to plan, so there is no plan to save in {path}.")
     else:
-        if args.strategy != "dpx":
-            print(f"one of {num_ranks(args, cli, settings)} processes with --strategy {args.strategy}:")
-        print(format_dry_run(found))
-        num_devices = len(set(settings.devices))
-        num_idle = num_devices - len(found.forecasts)
-        if num_idle > 0 and args.strategy == "dpx":
-            print(f"{num_idle} of {num_devices} devices get no rows of this batch, and idle.")
-        if settings.machines is not None:
-            print(f"\n{format_steps(found.steps, settings.machines)}")
-    if args.save is not None:
-        tightest = found.tightest
-        if not found.fits:
-            # The table tells what is missing, so this is no error, and the status is that of a run
-            # that does not fit.
-            print(f"dpx: Not all devices can meet their budget: nothing is saved in {args.save}.", file=sys.stderr)
-        elif tightest is None or tightest.plan is None:
-            raise PlanError(f"No device has activations to plan, so there is no plan to save in {args.save}.")
-        else:
-            with written("save", args.save):
-                tightest.plan.save(args.save)
-    if args.report is not None:
-        with written("report", args.report):
-            write_report(found, args.report, settings.machines)
-        # Standard output holds the result alone, so that it can be read by other programs.
-        done()
-    return 0 if found.fits else 2
+        with written("save", path):
+            tightest.plan.save(path)
 
 
 def _settings(args: argparse.Namespace, cli: Any) -> Settings:
