@@ -124,33 +124,8 @@ def _profiled(
         with uncompiled(), torch.enable_grad():
             times = timer.least(forward, backward)
     had_gradients = accumulates or any(parameter.grad is not None for parameter in module.parameters())
-    names = CallNames(module)
-    try:
-        # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
-        at("watching a forward")
-        by_hand = not getattr(module, "automatic_optimization", True)
-        try:
-            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
-                lifetimes = natural_lifetimes(names, run, meter, context, copies=by_hand)
-        except AsksItselfError as asked:
-            # Nothing was kept for the backward that the step runs itself: it runs again, with
-            # copies. The frames of the error would hold tensors of the run that was broken off.
-            traceback.clear_frames(asked.__traceback__)
-            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
-                lifetimes = natural_lifetimes(names, run, meter, context, copies=True)
-        with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
-            at("watching a step")
-            # Python's collector rests, so what the last run has left in cycles is still there, and
-            # would be there beside all of the next one.
-            COLLECTOR.collect_young()
-            # All calls are noted: which of them a value needs, or is worth a replay, is what is to
-            # be found out.
-            names.again = _Every()
-            _stand_in_for_gradients(module, accumulates)
-            profile = _full_step(module, names, run, meter, backward, context, lifetimes)
-    finally:
-        names.listener = None
-        names.remove()
+    by_hand = not getattr(module, "automatic_optimization", True)
+    profile = _watched(module, run, meter, backward, context, accumulates, by_hand)
     if compiled and times is not None and not by_hand:
         at("watching compiled code")
 
@@ -189,6 +164,54 @@ def _profiled(
             step_seconds = min(times[0], bookkeeping.step_seconds)
             profile = replace(profile, step_seconds=step_seconds, forward_seconds=min(times[1], step_seconds))
     return with_bookkeeping(profile, bookkeeping)
+
+
+def _watched(
+    module: nn.Module,
+    run: Run,
+    meter: CostModel,
+    backward: Callable[[torch.Tensor], None],
+    context: Callable[[], AbstractContextManager[Any]],
+    accumulates: bool,
+    by_hand: bool,
+) -> Profile:
+    """The step operator by operator: a forward tells how long its tensors live by themselves, then all of it is noted.
+
+    Args:
+        module: See :func:`profile_step`, as for the other arguments.
+        run: One forward.
+        meter: What watches it.
+        backward: What follows.
+        context: Entered for every forward.
+        accumulates: Whether backward adds to gradients that are there.
+        by_hand: Whether the step runs its backwards itself.
+    """
+    names = CallNames(module)
+    try:
+        # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
+        at("watching a forward")
+        try:
+            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
+                lifetimes = natural_lifetimes(names, run, meter, context, copies=by_hand)
+        except AsksItselfError as asked:
+            # Nothing was kept for the backward that the step runs itself: it runs again, with
+            # copies. The frames of the error would hold tensors of the run that was broken off.
+            traceback.clear_frames(asked.__traceback__)
+            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
+                lifetimes = natural_lifetimes(names, run, meter, context, copies=True)
+        with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
+            at("watching a step")
+            # Python's collector rests, so what the last run has left in cycles is still there, and
+            # would be there beside all of the next one.
+            COLLECTOR.collect_young()
+            # All calls are noted: which of them a value needs, or is worth a replay, is what is to
+            # be found out.
+            names.again = _Every()
+            _stand_in_for_gradients(module, accumulates)
+            return _full_step(module, names, run, meter, backward, context, lifetimes)
+    finally:
+        names.listener = None
+        names.remove()
 
 
 class FreshForward:
