@@ -362,6 +362,22 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Nothing is compiled before the test, and nothing after it."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# Of tests that compile.
+COMPILES = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+]
+
+
 @pytest.fixture(params=["inline", "threads"])
 def execution(request: pytest.FixtureRequest) -> str:
     return request.param

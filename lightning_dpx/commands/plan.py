@@ -70,11 +70,7 @@ def add_to(commands: Any) -> None:
         help='for everything on a device: "8GiB", bytes, or "60%%" of what it would take without a plan; the config\'s '
         "unless given",
     )
-    plan.add_argument(
-        "--devices",
-        help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
-        '"cpu"; the number of the config unless given',
-    )
+    add_devices(plan)
     plan.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
     plan.add_argument(
         "--micro-batches", metavar="M",
@@ -142,18 +138,11 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _forecast(args: argparse.Namespace, others: Sequence[str]) -> tuple[DryRun, Settings, int | None]:
     """What a step takes, for which settings, and how many processes run it where a strategy has several."""
-    configs: list[str] = []
-    for config in args.config:
-        configs += ["--config", config]
     with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
-        # The Trainer is one of this machine's CPU; the strategy of the config is only read, as it
-        # would ask for its devices.
-        cli = make_cli(["fit", *configs, *others], execute=False, **on_one_cpu())
+        cli = cli_on_one_cpu(args, others)
         settings = _settings(args, cli)
-        kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
-        cli.trainer.callbacks[:] = kept
         with shown("planning memory"):
             run_of = cli.trainer, cli.model, cli.datamodule
             if args.strategy == "dpx":
@@ -304,6 +293,28 @@ def check_settings(args: argparse.Namespace) -> None:
         parse_devices(args.devices)
     if args.micro_batches is not None:
         parse_number(args.micro_batches)
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """The argument that says for which devices."""
+    parser.add_argument(
+        "--devices",
+        help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
+        '"cpu"; the number of the config unless given',
+    )
+
+
+def cli_on_one_cpu(args: argparse.Namespace, others: Sequence[str]) -> Any:
+    """What the config makes, for a step that is only looked at: without callbacks that take no part in it."""
+    configs: list[str] = []
+    for config in args.config:
+        configs += ["--config", config]
+    # The Trainer is one of this machine's CPU; the strategy of the config is only read, as it
+    # would ask for its devices.
+    cli = make_cli(["fit", *configs, *others], execute=False, **on_one_cpu())
+    kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
+    cli.trainer.callbacks[:] = kept
+    return cli
 
 
 def on_one_cpu() -> dict[str, Any]:

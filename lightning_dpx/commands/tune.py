@@ -17,11 +17,12 @@ import yaml  # type: ignore[import-untyped]
 from lightning_dpx.commands.plan import (
     NOT_NEEDED,
     TellOnce,
+    add_devices,
     add_plan_cache,
     check_config,
     check_files,
     check_settings,
-    on_one_cpu,
+    cli_on_one_cpu,
     parse_number,
     settings_of,
     tell,
@@ -65,11 +66,7 @@ def add_to(commands: Any) -> None:
     )
     tune.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
     tune.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
-    tune.add_argument(
-        "--devices",
-        help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
-        '"cpu"; the number of the config unless given',
-    )
+    add_devices(tune)
     tune.add_argument("--planner", choices=list(PLANNERS), help="the config's unless given")
     tune.add_argument(
         "--micro-batches", default="auto", metavar="M",
@@ -201,12 +198,9 @@ def _precisions(text: str | None) -> list[str]:
 
 def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, sizes: Sequence[int]) -> _Predicted:
     """What the batch sizes would take in a precision; in that of the config where it is empty."""
-    configs: list[str] = []
-    for config in args.config:
-        configs += ["--config", config]
     chosen = ["--trainer.precision", precision] if precision else []
     # A precision changes how a Trainer is made, so each has one of its own.
-    cli = make_cli(["fit", *configs, *others, *chosen], execute=False, **on_one_cpu())
+    cli = cli_on_one_cpu(args, [*others, *chosen])
     whole_config = config_of(cli)
     key = key_of(args, whole_config) if args.save is not None or args.measure else ""
     strategy = look_up(cli, cli.config_init, "trainer.strategy")
@@ -215,7 +209,6 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     settings = replace(
         settings, cache=PlanCache(args.plan_cache, TellOnce()), micro_batches=parse_number(args.micro_batches)
     )
-    cli.trainer.callbacks[:] = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
     options = TuneOptions(tuple(sizes)) if sizes else None
     with shown("tuning the batch size"):
         tuning = tune_batch_size(cli.trainer, cli.model, cli.datamodule, settings, options, progress)

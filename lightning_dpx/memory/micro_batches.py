@@ -19,6 +19,7 @@ from lightning_dpx.memory.plan.micro_batches import (
     choose_micro_batches,
     in_micro_batches,
     largest_rows,
+    sizes_of_parts,
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.data import Profile
@@ -73,9 +74,7 @@ def plan_fixed_micro_batches(
         return plan_of(profile_of(rows, False), budget)
     # Rows are dealt out as evenly as they can be: some micro-batches have one more than the
     # others.
-    small, larger = divmod(rows, number)
-    sizes = {small, small + 1} if larger else {small}
-    parts = {size: profile_of(size, True) for size in sizes}
+    parts = {size: profile_of(size, True) for size in sizes_of_parts(rows, number)}
     profiles = ProfilesByRows(profile_of(rows, False), rows, parts, seconds_each)
     candidate = candidate_of(profiles, number, budget)
     plan = plan_of(candidate.profile, budget)

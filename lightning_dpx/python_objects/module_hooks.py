@@ -23,13 +23,14 @@ from lightning_dpx.torch_compat import (
 )
 
 _Hooks = dict[int, Any]
-_OF_MODULES: Sequence[Callable[[nn.Module], _Hooks]] = (
+# By attrgetters: asked for all modules in every step, without a Python frame for each.
+OF_MODULES: Sequence[Callable[[nn.Module], _Hooks]] = (
     forward_pre_hooks_of,
     forward_hooks_of,
     backward_pre_hooks_of,
     backward_hooks_of,  # type: ignore[assignment]  # modules have a dict of them, tensors have none at first
 )
-_FLAGS: Sequence[Callable[[nn.Module], dict[int, bool]]] = (
+FLAGS: Sequence[Callable[[nn.Module], dict[int, bool]]] = (
     forward_pre_hooks_with_kwargs,
     forward_hooks_with_kwargs,
     forward_hooks_always_called,
@@ -57,8 +58,8 @@ class HooksOfOthers:
     def __init__(self, parts: Collection[nn.Module], parameters: Collection[torch.Tensor]) -> None:
         self._modules = []
         for part in parts:
-            hooks = [dict(hooks_of(part)) for hooks_of in _OF_MODULES]
-            flags = [dict(flags_of(part)) for flags_of in _FLAGS]
+            hooks = [dict(hooks_of(part)) for hooks_of in OF_MODULES]
+            flags = [dict(flags_of(part)) for flags_of in FLAGS]
             self._modules.append((part, hooks, flags))
         self._parameters = []
         for parameter in parameters:
@@ -69,10 +70,10 @@ class HooksOfOthers:
         for part, hooks, flags in self._modules:
             if id(part) in initialised:  # a lazy module takes its hook off when it has its tensors
                 continue
-            changed = [_put_back(hooks_of(part), before) for hooks_of, before in zip(_OF_MODULES, hooks, strict=True)]
+            changed = [_put_back(hooks_of(part), before) for hooks_of, before in zip(OF_MODULES, hooks, strict=True)]
             if any(changed):
-                there = {number for hooks_of in _OF_MODULES for number in hooks_of(part)}
-                for flags_of, noted in zip(_FLAGS, flags, strict=True):
+                there = {number for hooks_of in OF_MODULES for number in hooks_of(part)}
+                for flags_of, noted in zip(FLAGS, flags, strict=True):
                     now = flags_of(part)
                     for number in now.keys() - there:
                         del now[number]

@@ -1,28 +1,23 @@
 """Hooks of the user on replicas: what is put on the user's module, or taken off it, in the middle of a run."""
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from lightning_dpx.errors import ReplicationError
-from lightning_dpx.python_objects.module_hooks import is_ours
+from lightning_dpx.python_objects.module_hooks import FLAGS, OF_MODULES, is_ours
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.replica import Replica
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_READERS = tuple(map(operator.attrgetter, _HOOKS))
-_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 class HookCopies:
     """The hooks of the first replica's submodules, and copies of them on the others.
 
     Args:
-        root: The first replica.
+        replicas: All of them, the first one first.
         modules: The submodules that are looked after, by the index of a replica and in the same order.
-        translate: A hook of the first replica for another one, by its index.
+        translate: A hook of the first replica for another one.
 
     Attributes:
         are_outdated: Whether hooks may capture containers of which replicas have got their own since.
@@ -30,11 +25,12 @@ class HookCopies:
 
     def __init__(
         self,
-        root: Replica,
+        replicas: Sequence[Replica],
         modules: Mapping[int, Sequence[nn.Module]],
-        translate: Callable[[int, Any], Any],
+        translate: Callable[[Replica, Any], Any],
     ) -> None:
-        self._root = root
+        self._root = replicas[0]
+        self._others = list(replicas[1:])
         self._modules = modules
         self._translate = translate
         self._hooks = [_users_hooks(child) for child in modules[0]]
@@ -63,9 +59,8 @@ class HookCopies:
     def follow(self) -> None:
         """The replicas get the hooks that the first one's submodules have now, where those have changed."""
         modules = self._modules[0]
-        # Asked for every module in every step, so by attrgetters, without a Python frame for each.
         # The first part is for hooks that were there and have been removed since.
-        if not any(self._hooks) and not any(any(map(reader, modules)) for reader in _HOOK_READERS):
+        if not any(self._hooks) and not any(any(map(hooks_of, modules)) for hooks_of in OF_MODULES):
             self.are_outdated = False
             return
         for index, child in enumerate(modules):
@@ -75,36 +70,29 @@ class HookCopies:
                 self._send(index, hooks)
         self.are_outdated = False
 
-    def _send(self, index: int, hooks: dict[tuple[str, int], Any]) -> None:
-        flags_of_root = vars(self._modules[0][index])
-        for replica, modules in self._modules.items():
-            if replica == self._root.index:
-                continue
-            counterpart = vars(modules[index])
-            for key in _HOOKS:
-                held = counterpart[key]
+    def _send(self, index: int, hooks: dict[tuple[int, int], Any]) -> None:
+        child = self._modules[0][index]
+        for replica in self._others:
+            counterpart = self._modules[replica.index][index]
+            for kind, hooks_of in enumerate(OF_MODULES):
+                held = hooks_of(counterpart)
                 # Hooks of plans and shifts are each replica's own, and stay.
                 of_user = [number for number, hook in held.items() if not is_ours(hook)]
                 for number in of_user:
                     del held[number]
                 # Under the same numbers: the flags beside them, which go by number, apply as well.
-                for (kind, number), hook in hooks.items():
-                    if kind == key:
+                for (other, number), hook in hooks.items():
+                    if other == kind:
                         held[number] = self._translate(replica, hook)
-            for key in _HOOK_FLAGS:
-                counterpart[key].update(flags_of_root[key])
+            for flags_of in FLAGS:
+                flags_of(counterpart).update(flags_of(child))
 
 
-def _users_hooks(child: nn.Module) -> dict[tuple[str, int], Any]:
-    """The user's hooks by attribute and number, without those of a plan or a shift."""
-    state = vars(child)
-    # Most modules have none; those cost one lookup for each kind and no dict.
-    held = [(key, state[key]) for key in _HOOKS if state.get(key)]
-    if not held:
-        return {}
-    found: dict[tuple[str, int], Any] = {}
-    for key, hooks in held:
-        for number, hook in hooks.items():
+def _users_hooks(child: nn.Module) -> dict[tuple[int, int], Any]:
+    """The user's hooks by kind, as in ``OF_MODULES``, and number; without those of a plan or a shift."""
+    found: dict[tuple[int, int], Any] = {}
+    for kind, hooks_of in enumerate(OF_MODULES):
+        for number, hook in hooks_of(child).items():
             if not is_ours(hook):
-                found[key, number] = hook
+                found[kind, number] = hook
     return found

@@ -81,7 +81,7 @@ class PythonState:
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
         self._watches = self._new_watches()
-        self.hooks: HookCopies = HookCopies(self._root, self._modules, self._translated_hook)
+        self.hooks: HookCopies = HookCopies(replicas, self._modules, partial(self._translated, lazily=True))
         if not self._others:
             return
         for index, child in enumerate(self._modules[0]):
@@ -357,10 +357,6 @@ class PythonState:
             return copied
 
         return self._copied(value, memo, place)
-
-    def _translated_hook(self, index: int, hook: Any) -> Any:
-        replica = next(replica for replica in self._others if replica.index == index)
-        return self._translated(replica, hook, lazily=True)
 
     def _translated_back(self, replica: Replica, value: Any) -> Any:
         """``value`` of ``replica`` for the root."""

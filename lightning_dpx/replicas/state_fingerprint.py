@@ -23,16 +23,15 @@ class StateFingerprint:
     Looks at everything once; meant for the first step of a stage.
     """
 
-    def __init__(self, module: nn.Module, keep: Sequence[object] = (), private: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: nn.Module, keep: Sequence[object] = ()) -> None:
         self._module = module
-        self._private = private | OF_EVERY_MODULE
         self._kept = {id(kept): kept for kept in keep}
         self._before = dict(self._marks())
 
     def _marks(self) -> Iterator[tuple[int, Any]]:
         graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
         for child in modules_without(self._module, self._kept):
-            graph.walk(value for key, value in vars(child).items() if key not in self._private)
+            graph.walk(value for key, value in vars(child).items() if key not in OF_EVERY_MODULE)
         # Attributes count as contents of their object. Python makes some of these dicts when first asked for them, so
         # by themselves they would be new.
         attributes = {id(vars(value)) for value in graph.objects.values() if has_attributes(value)}

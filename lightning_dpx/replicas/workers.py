@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -424,19 +425,17 @@ def _values(tasks: Sequence[Task], outcomes: list[Outcome]) -> list[Any]:
 
 def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseException:
     """The lowest replica's error, with notes; errors of those that only waited come last."""
-    causes: list[tuple[Task, BaseException]] = []
-    waited: list[tuple[Task, BaseException]] = []
+    failed: list[tuple[bool, Task, BaseException]] = []
     for task, outcome in zip(tasks, outcomes, strict=True):
-        if outcome.error is None:
-            continue
-        # Those that meet may give up just before a late one is given up, which alone knows where it is.
-        if isinstance(outcome.error, CollectiveError) and not outcome.is_late:
-            waited.append((task, outcome.error))
-        else:
-            causes.append((task, outcome.error))
-    (first, error), *others = [*causes, *waited]
+        if outcome.error is not None:
+            # Those that meet may give up just before a late one is given up, which alone knows where it is.
+            only_waited = isinstance(outcome.error, CollectiveError) and not outcome.is_late
+            failed.append((only_waited, task, outcome.error))
+    # The sort is stable: causes before those that waited for them, each in the order of replicas.
+    failed.sort(key=itemgetter(0))
+    _, first, error = failed[0]
     note_replica(error, first.replica, first.device, first.stage)
-    for task, other in others:
+    for _, task, other in failed[1:]:
         if other is not error:  # one that was raised where they met
             error.add_note(f"Replica {task.replica} on {task.device} failed too: {describe_error(other)}")
     return error

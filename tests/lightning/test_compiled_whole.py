@@ -1,6 +1,5 @@
 """Compiled modules on several replicas: one device's results, its compilations, and its checkpoint files."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,10 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 from tests.conftest import assert_equal, make_loader, make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+pytestmark = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
+]
 
 
 class Block(nn.Module):
@@ -91,13 +93,6 @@ def compiled(form: str, backend: Counting) -> Any:
         for block in model.net.blocks:
             block.compile(backend=backend)
     return model
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def trained(form: str, backend: Counting, **options: Any) -> dict[str, torch.Tensor]:

@@ -1,6 +1,5 @@
 """What is compiled is found, runs uncompiled where it must, and has the names of other state dicts."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.python_objects.compiled import compiled_names, state_named_as_in, uncompiled
 from tests.conftest import runs_eagerly
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 class Layer(nn.Module):
@@ -36,13 +37,6 @@ class Counting:
             return graph.forward(*args)
 
         return run
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def test_modules_methods_and_calls_that_are_compiled_have_names() -> None:

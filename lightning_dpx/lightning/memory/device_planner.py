@@ -6,6 +6,7 @@ from typing import Literal
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import MemoryPlan, Profile, plan_in_micro_batches
 from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
+from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
 from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
@@ -82,11 +83,9 @@ class DevicePlanner:
         """Bytes that are enough for the step in so many parts with nothing computed again."""
         if number == 1:
             return self.whole.peak
-        fewest = self._rows // number
-        sizes = {fewest, -(-self._rows // number)}
         # A part of few rows may take more than all rows in one piece: gradients that are added to those before it are
         # made beside them.
-        return max(self.whole.peak, *(self._profile_of_part(size).peak for size in sizes))
+        return max(self.whole.peak, *(self._profile_of_part(size).peak for size in sizes_of_parts(self._rows, number)))
 
     def aside(self, number: int) -> int:
         """Bytes that so many micro-batches need beside their activations: gradients of earlier batches."""

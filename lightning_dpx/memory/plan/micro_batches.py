@@ -140,11 +140,6 @@ class ProfilesByRows:
         """Whether micro-batches of so many rows were run."""
         return rows in self._parts
 
-    def with_part(self, rows: int, profile: Profile) -> "ProfilesByRows":
-        """A copy that knows one more size that was run."""
-        parts = {**self._parts, rows: profile}
-        return ProfilesByRows(self.whole, self.rows, parts, self.seconds_each, runs_twice=self.runs_twice)
-
     def of_part(self, rows: int) -> Profile:
         """A micro-batch of so many rows."""
         if rows in self._parts:
@@ -165,6 +160,11 @@ class ProfilesByRows:
 def largest_rows(rows: int, number: int) -> int:
     """Rows of the largest of ``number`` micro-batches of nearly equal size."""
     return -(-rows // number)
+
+
+def sizes_of_parts(rows: int, number: int) -> set[int]:
+    """Rows of each of ``number`` micro-batches of nearly equal size: one number, or two that differ by one."""
+    return {rows // number, largest_rows(rows, number)}
 
 
 def numbers_worth_trying(rows: int, most: int | None = None) -> list[int]:

@@ -1,6 +1,5 @@
 """Compiled parts that save a share of what they would: the step fits as predicted, with the same bits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,27 +8,12 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.plan import Decision
-from tests.memory.execute.test_compiled_calls import CHEAP, Block, Model, gradients
+from tests.conftest import COMPILES
+from tests.memory.execute.test_compiled_calls import CHEAP, Block, Model, gradients, peak
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def peak(model: nn.Module, x: torch.Tensor) -> int:
-    model.zero_grad()
-    return peak_of_passing(lambda: model(x).sum().backward())
+pytestmark = COMPILES
 
 
 def graphs() -> int:

@@ -1,7 +1,6 @@
 """Hooks round compiled code, and plans that call it again as a whole."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,13 +8,12 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
 from lightning_dpx.torch_compat import find_compile_backend, functorch_config
+from tests.conftest import COMPILES
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-]
+pytestmark = COMPILES
 CHEAP = "aot_eager_decomp_partition"  # partitions as inductor does, and compiles nothing
 
 
@@ -54,11 +52,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+def peak(model: nn.Module, x: torch.Tensor) -> int:
+    model.zero_grad()
+    return peak_of_passing(lambda: model(x).sum().backward())
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

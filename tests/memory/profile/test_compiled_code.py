@@ -1,35 +1,18 @@
 """Predictions of compiled steps are those of the compiled code, and not of its operators one by one."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.profile.compiled_code import most_without
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.tracing.allocator_account import Taken
-from tests.memory.execute.test_compiled_calls import CHEAP, Model
+from tests.conftest import COMPILES
+from tests.memory.execute.test_compiled_calls import CHEAP, Model, peak
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo looks at it
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def peak(model: nn.Module, x: torch.Tensor) -> int:
-    model.zero_grad()
-    return peak_of_passing(lambda: model(x).sum().backward())
+pytestmark = COMPILES
 
 
 @pytest.mark.parametrize("form", ["in place", "wrapped"])
