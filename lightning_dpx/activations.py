@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.arguments import check_is_module
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
@@ -67,6 +68,7 @@ def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
         >>> sum(one.num_bytes for one in dpx.trace_activations(net, torch.ones(4, 8)))
         256
     """
+    check_is_module(module)
     return trace_run(module, step_on(module, batch), tree_leaves(batch))
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, get_args
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.activations import preserve_module_state
+from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import present_devices
 from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
 from lightning_dpx.python_objects.overrides import preserve_modes
@@ -102,6 +103,7 @@ class ReplicaGroup:
         execution: Execution = "auto",
         micro_batches: MicroBatches = 1,
     ) -> None:
+        check_is_module(module)
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
         _check_not_shifted(module)
@@ -114,11 +116,7 @@ class ReplicaGroup:
             _adopt_buffers(module, shared_group)
         self._grad_req = _requests(module, grad_req)
         names = dict(module.named_parameters())
-        if isinstance(fixed_params, str):
-            raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list: [{fixed_params!r}].")
-        for name in fixed_params:
-            if name not in names:
-                raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
+        _check_fixed_params(fixed_params, names)
         self._inputs_need_grad = inputs_need_grad
         self._input_gradients = InputGradients(adds=grad_req == "add")
         without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
@@ -167,7 +165,7 @@ class ReplicaGroup:
         Raises:
             ConfigurationError: not a positive number of rows.
         """
-        if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1:
+        if not is_whole_number(num_rows) or num_rows < 1:
             raise ConfigurationError(f"num_rows={num_rows!r} is not allowed; give at least one row, as an int.")
         # A smaller batch would else be taken for the last one of an epoch, and given
         # to fewer replicas.
@@ -773,6 +771,16 @@ def _check_not_shifted(module: nn.Module) -> None:
             f"The module is shifted, {shift.entry}, and a replica of a group is on one device: call "
             "unshift_activations(module) first, or train with DPXStrategy(shifts=...), which shifts every replica."
         )
+
+
+def _check_fixed_params(fixed_params: Sequence[str], names: Collection[str]) -> None:
+    if isinstance(fixed_params, str):
+        raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list: [{fixed_params!r}].")
+    if not isinstance(fixed_params, Collection):
+        raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list of names of parameters.")
+    for name in fixed_params:
+        if name not in names:
+            raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
 
 
 def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> None:

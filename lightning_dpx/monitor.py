@@ -51,6 +51,8 @@ class TensorMonitor:
     ) -> None:
         if not callable(statistic):
             raise ConfigurationError(f"statistic={statistic!r} is not a function; give one that maps a tensor to one.")
+        if not isinstance(pattern, str):
+            raise ConfigurationError(f"pattern={pattern!r} is no text; give a pattern of names, such as 'encoder.*'.")
         self._statistic = statistic
         self._pattern = pattern
         self._seen: list[tuple[int, torch.device, str, torch.Tensor]] = []

@@ -2,6 +2,7 @@
 
 import re
 
+from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import ConfigurationError
 
 KIB = 2**10
@@ -34,10 +35,9 @@ def parse_bytes(name: str, size: int | str) -> int:
         value = int(float(match[1]) * unit) if match and unit else size
     except (ValueError, OverflowError):
         value = size
-    # To Python True is an integer.
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if not is_whole_number(value) or value <= 0:
         raise ConfigurationError(f"{name}={size!r} is not allowed; give positive bytes or a text such as '8GiB'.")
-    return value
+    return int(value)
 
 
 def parse_share(name: str, text: str) -> float:

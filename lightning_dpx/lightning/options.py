@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM
 from lightning_dpx.lightning.rehearsal.rehearsals import Verify
@@ -131,12 +132,12 @@ class StrategyOptions:
 
 def _check_count(name: str, count: object) -> None:
     # bool is an int in Python, and True would count as 1.
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+    if not is_whole_number(count) or count < 0:
         raise ConfigurationError(f"{name}={count!r} is not allowed; give 0 or a positive integer.")
 
 
 def _check_timeout(timeout: object) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < LONGEST_TIMEOUT:
+    if not is_number(timeout) or not 0 < timeout < LONGEST_TIMEOUT:
         raise ConfigurationError(f"timeout={timeout!r} is not allowed; give a positive number of seconds.")
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import named_devices
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
@@ -153,7 +154,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         for size in self.batch_sizes:
             # bool is an int in Python, and True would be a batch of one row.
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if not is_whole_number(size) or size < 1:
                 raise ConfigurationError(f"batch_sizes={list(self.batch_sizes)!r} is not allowed: {size!r} is no "
                                          "positive number of rows.")  # fmt: skip
 
@@ -265,6 +266,7 @@ def tune(
         >>> found.best.batch_size in (4, 8, 16)  # print(found) shows peaks and samples per second of all
         True
     """
+    check_is_module(module)
     if not devices:
         raise ConfigurationError("devices is empty; give at least one device.")
     # Its hooks, loaders and precision are needed; none of what it would print or write is.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.activations import arguments_of_step
+from lightning_dpx.arguments import check_is_module, is_number, is_whole_number
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.execute.code_shares import CodeShares
@@ -28,7 +29,7 @@ from lightning_dpx.memory.micro_batches import (
     MicroBatchNumber,
     PlanOf,
     TooFewRowsError,
-    check_micro_batch_number,
+    parse_micro_batch_number,
     plan_fixed_micro_batches,
     plan_in_micro_batches,
 )
@@ -119,10 +120,12 @@ def search_plan(
         >>> plan.peak <= 0.7 * plan.unplanned_peak
         True
     """
-    chosen = SearchPlanner(num_trials) if planner == "search" else make_planner(planner)
+    check_is_module(module)
     # Called for their errors: a wrong argument is told at once, and not after a profile.
+    grid = SearchPlanner(num_trials)
+    chosen = grid if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
-    check_micro_batch_number(micro_batches)
+    micro_batches = parse_micro_batch_number(micro_batches)
     is_sharded = bool(sharded_units(module))
     if is_sharded and device is None:
         device = device_of(module, batch)  # asked before its parameters are whole, and nowhere
@@ -206,13 +209,12 @@ def bytes_of_budget(budget: int | float | str | None, peak: int) -> int | None:
         return None
     if isinstance(budget, str):
         budget = parse_share("budget", budget) if "%" in budget else parse_bytes("budget", budget)
-    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-    if not is_number or not 0 < budget < float("inf"):  # neither holds for NaN
+    if not is_number(budget) or not 0 < budget < float("inf"):  # neither holds for NaN
         raise ConfigurationError(
             f"budget={budget!r} is not allowed; give positive bytes, '8GiB', or a fraction up to 1.0."
         )
-    if isinstance(budget, int):  # 1 is a byte, and 1.0 is all of the peak
-        return budget
+    if is_whole_number(budget):  # 1 is a byte, and 1.0 is all of the peak
+        return int(budget)
     if budget <= 1:
         return int(budget * peak)
     # There are no parts of a byte: 1.5 is meant for one and a half of the peak.
@@ -330,6 +332,7 @@ def estimate_cost(
         >>> twice["peak"] > plan.peak
         True
     """
+    check_is_module(module)
     check_is_plan(plan)
     if sharded_units(module) and device is None:
         device = device_of(module, batch)
@@ -577,6 +580,7 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
         >>> applied = dpx.apply_plan(net, plan)
         >>> net(rows).sum().backward()  # the gradients of a step without a plan, in 0.7 of its memory
     """
+    check_is_module(module)
     check_is_plan(plan)
     # Names of the plan are those that modules have without wrappers of FSDP1; the hooks sit inside of these.
     with unwrapped(module) as whole:
@@ -625,6 +629,7 @@ def remove_plan(module: nn.Module) -> None:
         >>> applied = dpx.apply_plan(net, dpx.search_plan(net, torch.ones(64, 64), budget=0.7, progress=False))
         >>> dpx.remove_plan(net)
     """
+    check_is_module(module)
     applied = _APPLIED.pop(inside(module), None)
     if applied is None:
         raise PlanError("No plan is applied to the module.")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.memory.plan.micro_batches import (
     Candidate,
@@ -34,17 +35,19 @@ class TooFewRowsError(PlanError):
     """A step that runs on all rows does not on so few."""
 
 
-def check_micro_batch_number(micro_batches: object) -> None:
-    """Whether this says into how many micro-batches a step is cut.
+def parse_micro_batch_number(micro_batches: object) -> MicroBatchNumber:
+    """Into how many micro-batches a step is cut.
 
     Raises:
         ConfigurationError: neither a positive integer nor ``"auto"``.
     """
-    is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool) and micro_batches >= 1
-    if not is_number and micro_batches != "auto":
-        raise ConfigurationError(
-            f'micro_batches={micro_batches!r} is not allowed; give a positive number of micro-batches, or "auto".'
-        )
+    if micro_batches == "auto":
+        return "auto"
+    if is_whole_number(micro_batches) and micro_batches >= 1:
+        return int(micro_batches)
+    raise ConfigurationError(
+        f'micro_batches={micro_batches!r} is not allowed; give a positive number of micro-batches, or "auto".'
+    )
 
 
 def plan_fixed_micro_batches(

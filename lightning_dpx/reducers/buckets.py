@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.boundaries import split_at_boundaries as split_at_boundaries
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.torch_compat import flatten_dense, unflatten_dense
@@ -37,7 +38,7 @@ class GradientPacker:
     """
 
     def __init__(self, num_splits: int = 8) -> None:
-        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1:
+        if not is_whole_number(num_splits) or num_splits < 1:
             raise ConfigurationError(f"num_splits={num_splits!r} is not allowed; give a positive integer.")
         self.num_splits = num_splits
         self.refusal: str | None = None

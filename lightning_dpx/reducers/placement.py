@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+from lightning_dpx.arguments import is_number
 from lightning_dpx.errors import ConfigurationError
 
 Device = TypeVar("Device")
@@ -30,7 +31,7 @@ def least_loaded_placement(sizes: Sequence[int], devices: Sequence[Device]) -> l
         raise ConfigurationError("devices is empty; give at least one device.")
     for index, size in enumerate(sizes):
         # NaN is not negative, and would make every comparison of loads false.
-        if not isinstance(size, int | float) or not 0 <= size < math.inf:
+        if not is_number(size) or not 0 <= size < math.inf:
             raise ConfigurationError(f"sizes[{index}]={size!r} is not allowed; sizes are numbers, not negative.")
     loads = [0] * len(devices)
     placed = [devices[0]] * len(sizes)

@@ -11,6 +11,7 @@ replica of its device, in which they accumulate.
 import itertools
 from collections.abc import Sequence
 
+from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import ConfigurationError
 
 MicroBatches = int | Sequence[int]
@@ -30,7 +31,7 @@ def check_micro_batches(micro_batches: object) -> None:
 
 
 def _check_number(name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    if not is_whole_number(number) or number < 1:
         raise ConfigurationError(
             f"{name}={number!r} is not allowed; give a positive integer, or one for each device, for example 4 or "
             "[4, 2]. 1 runs every slice as it is."
@@ -44,14 +45,14 @@ def parse_micro_batches(micro_batches: MicroBatches, num_devices: int) -> tuple[
         ConfigurationError: another number of entries, or one that is no positive integer.
     """
     check_micro_batches(micro_batches)
-    if isinstance(micro_batches, int):
-        return (micro_batches,) * num_devices
+    if not isinstance(micro_batches, Sequence):
+        return (int(micro_batches),) * num_devices
     if len(micro_batches) != num_devices:
         raise ConfigurationError(
             f"micro_batches has {len(micro_batches)} entries {list(micro_batches)} for {num_devices} devices; give one "
             "per device, or one number for all."
         )
-    return tuple(micro_batches)
+    return tuple(map(int, micro_batches))
 
 
 def cut_into_micro_batches(

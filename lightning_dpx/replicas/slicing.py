@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError, SliceError
 from lightning_dpx.replicas.array_slices import cut_array, shape_of_row
 from lightning_dpx.replicas.batch_reading import (
@@ -66,8 +67,7 @@ def check_workload(workload: object) -> None:
             f"workload={workload!r} is not allowed; give 'even', 'auto' or one positive number per device."
         )
     for index, share in enumerate(workload):
-        # True is an int to Python, but no share of a batch to anybody.
-        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or share <= 0:
+        if not is_number(share) or not math.isfinite(share) or share <= 0:
             raise ConfigurationError(
                 f"workload[{index}]={share!r} is not allowed; every entry must be a positive finite number."
             )
@@ -269,7 +269,7 @@ class BatchSlicer:
                 "Give a lightning_dpx.Slicer, whose num_rows(batch) does.",
                 ("uncounted", self.name),
             )
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+        if not is_whole_number(rows) or rows < 0:
             raise SliceError(f"{self.name} counted {rows!r} rows in a {type(batch).__name__}; return an int >= 0.")
         return rows
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import OffloadedTensor, present_devices
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.prefetch import TensorPrefetcher
@@ -47,9 +48,10 @@ def offload_activations(
         >>> dpx.offload_activations(net, "*", "cpu")
         >>> net(torch.ones(4, 8, device="sim:0")).sum().backward()
     """
+    check_is_module(module)
     if module in _OFFLOADED:
         raise ConfigurationError("The module is offloaded already; call unoffload_activations(module) first.")
-    if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
+    if not is_whole_number(prefetch_depth) or prefetch_depth < 0:
         raise ConfigurationError(
             f"prefetch_depth={prefetch_depth!r} is not allowed; give a number of tensors, 0 or more."
         )
@@ -77,6 +79,7 @@ def unoffload_activations(module: nn.Module) -> None:
         >>> dpx.offload_activations(net, "*", "cpu")
         >>> dpx.unoffload_activations(net)
     """
+    check_is_module(module)
     offloading = _OFFLOADED.pop(module, None)
     if offloading is None:
         raise ConfigurationError("The module is not offloaded.")

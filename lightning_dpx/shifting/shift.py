@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_dpx.activations import Activation, example_run, preserve_module_state, step_on
+from lightning_dpx.arguments import check_is_module
 from lightning_dpx.devices import canonical_device, free_bytes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.shifting.copies import Copies, Lent
@@ -78,6 +79,7 @@ def shift_activations(module: nn.Module, activations: Names, shifts: Mapping[Any
         >>> net(rows).device  # copies are inserted, also back
         device(type='sim', index=0)
     """
+    check_is_module(module)
     shift = apply_shift(module, activations, shifts)
     run = step_on(module, batch) if batch else example_run(module, shift.source)
     if run is not None:
@@ -123,6 +125,7 @@ def unshift_activations(module: nn.Module, device: torch.device | str | None = N
         >>> net[1].weight.device
         device(type='sim', index=0)
     """
+    check_is_module(module)
     shift = _SHIFTS.pop(module, None)
     if shift is None:
         raise ConfigurationError("The module is not shifted.")

@@ -9,6 +9,7 @@ from types import CodeType, FrameType
 
 import torch
 
+from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.simulate.backend import MAX_DEVICES, load_backend
 from lightning_dpx.units import parse_bytes
@@ -63,7 +64,7 @@ def simulate(
         >>> torch.ones(3, device="sim:1").sum().item()
         3.0
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or not 1 <= num_devices <= MAX_DEVICES:
+    if not is_whole_number(num_devices) or not 1 <= num_devices <= MAX_DEVICES:
         raise ConfigurationError(f"num_devices={num_devices!r} is not allowed; give 1 to {MAX_DEVICES}.")
     each = [memory] * num_devices if isinstance(memory, str) or not isinstance(memory, Sequence) else list(memory)
     if len(each) != num_devices:
@@ -74,7 +75,7 @@ def simulate(
     if len(speeds) != num_devices or not all(map(_is_speed, speeds)):
         raise ConfigurationError(f"speed={speed!r} is not allowed; give one positive number, or {num_devices} of them.")
     bandwidth = 0.0 if link is None else float(parse_bytes("link", link))
-    if isinstance(latency, bool) or not isinstance(latency, int | float) or not 0 <= latency < float("inf"):
+    if not is_number(latency) or not 0 <= latency < float("inf"):
         raise ConfigurationError(f"latency={latency!r} is not allowed; give seconds, 0 or more.")
     capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
     # Arguments are checked before: compiling takes about 20 s.
@@ -93,7 +94,7 @@ def simulate(
 
 def _is_speed(value: object) -> bool:
     # The comparison also refuses NaN.
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return is_number(value) and 0 < value < float("inf")
 
 
 def traffic() -> list[Transfer]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, free_bytes, is_host
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.units import format_mib, parse_bytes
@@ -25,9 +26,10 @@ def parse_budget(budget: Any, name: str = "memory_budget") -> Any:
     if budget is None or budget == "auto":
         return budget
     # An int is always bytes: 1 is one byte, and 1.0 all of the device.
-    if isinstance(budget, float) and 0 < budget <= 1:
-        return budget
-    if isinstance(budget, float):
+    is_fraction = is_number(budget) and not is_whole_number(budget)
+    if is_fraction and 0 < budget <= 1:
+        return float(budget)
+    if is_fraction:
         raise ConfigurationError(
             f"{name}={budget!r} is not allowed; give a fraction up to 1.0, bytes, '8GiB', or 'auto'."
         )

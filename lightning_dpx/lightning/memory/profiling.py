@@ -78,7 +78,8 @@ def devices_of(replica: Replica) -> list[torch.device]:
 
 def announce_profile(rows: int, device: torch.device) -> None:
     """Logs that a step is being profiled, which takes a while."""
-    rank_zero_info(f"dpx: profiles a step on {rows} rows to plan the memory of {device} ...")
+    some_rows = "1 row" if rows == 1 else f"{rows} rows"
+    rank_zero_info(f"dpx: profiles a step on {some_rows} to plan the memory of {device} ...")
 
 
 def profile_slice(

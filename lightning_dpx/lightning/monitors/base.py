@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_info, rank_zero_only
 from lightning_dpx.lightning.lightning_compat import RICH_IS_AVAILABLE, steps_for_logs
@@ -29,9 +30,8 @@ class Pace:
     """
 
     def __init__(self, every_n_steps: int | None) -> None:
-        # A bool is an int to Python, and True would measure every step.
-        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
-        if every_n_steps is not None and (not whole or every_n_steps < 1):
+        is_positive = is_whole_number(every_n_steps) and every_n_steps >= 1
+        if every_n_steps is not None and not is_positive:
             raise ConfigurationError(f"every_n_steps={every_n_steps!r} is not allowed; give a positive integer.")
         self._every = every_n_steps
         self._steps = 0

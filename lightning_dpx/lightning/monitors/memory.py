@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.arguments import is_number
 from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
@@ -84,7 +85,7 @@ class DeviceMemoryMonitor(Callback):
             raise UnsupportedError(
                 f"report={str(report)!r} has pictures, which need matplotlib; pip install 'lightning-dpx[plots]'."
             )
-        if isinstance(warn_at, bool) or not isinstance(warn_at, int | float) or not 0 < warn_at <= 1:
+        if not is_number(warn_at) or not 0 < warn_at <= 1:
             raise ConfigurationError(f"warn_at={warn_at!r} is not allowed; give a share of the capacity in (0, 1].")
         self._rows = RowsFile(save_to)
         self._pace = Pace(every_n_steps)

@@ -236,8 +236,10 @@ def register_planner(name: str) -> Callable[[P], P]:
     """
 
     def add(planner: P) -> P:
+        # Refuses what is no planner, before anything is written on it.
+        PLANNERS.register(name)(planner)
         planner.name = name
-        return PLANNERS.register(name)(planner)  # type: ignore[return-value]
+        return planner
 
     return add
 

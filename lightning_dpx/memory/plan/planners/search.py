@@ -5,6 +5,7 @@ sqrt(kept * stretch / 2); after three guesses the range between the shortest str
 is divided into ``num_trials`` steps. The cost of a plan is its forecast.
 """
 
+from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.solvers.mirror import make_mirror_plan
@@ -24,7 +25,7 @@ class SearchPlanner(Planner):
     """
 
     def __init__(self, num_trials: int = 6) -> None:
-        if not isinstance(num_trials, int) or isinstance(num_trials, bool) or num_trials < 1:
+        if not is_whole_number(num_trials) or num_trials < 1:
             raise ConfigurationError(f"num_trials={num_trials!r} is not allowed; give a positive integer.")
         self._num_trials = num_trials
 
