@@ -77,7 +77,7 @@ class ActivationPlanner(Callback):
         profile: The step that leaves least room, of those that it was made for; ``None`` if it was given.
 
     Raises:
-        ConfigurationError: an argument has a value that is not allowed.
+        ConfigurationError: an argument has a value that is not allowed, or the Trainer has two of these.
         PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
         UnsupportedError: the strategy is DeepSpeed's.
 
@@ -117,6 +117,12 @@ class ActivationPlanner(Callback):
         if isinstance(trainer.strategy, DPXStrategy):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
+            )
+        planners = [callback for callback in trainer.callbacks if isinstance(callback, ActivationPlanner)]
+        # A module follows one plan: that of whichever comes first, and the budget of the other would be forgotten.
+        if len(planners) > 1:
+            raise ConfigurationError(
+                f"The Trainer has {len(planners)} ActivationPlanner callbacks; give one, with the budget that counts."
             )
         # It shards the module in an engine of its own, and a shadow in one process would have
         # a part of each parameter.

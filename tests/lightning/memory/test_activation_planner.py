@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+import lightning_dpx as dpx
 from tests.programs import start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
@@ -59,3 +62,19 @@ def test_steps_in_which_processes_meet_are_planned_though_one_of_them_is_slow(fo
     """A loss over the rows of all processes, and tensor-parallel layers: all time the steps equally often."""
     for one in found:
         assert one["others"] == [[True, True, False]] * 2
+
+
+def test_a_trainer_has_one_planner_whose_budget_counts(tmp_path: Path) -> None:
+    trainer = Trainer(
+        strategy="auto",
+        accelerator="cpu",
+        callbacks=[dpx.ActivationPlanner("200MiB"), dpx.ActivationPlanner("100MiB")],
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(dpx.ConfigurationError, match="has 2 ActivationPlanner callbacks; give one"):
+        trainer.fit(BoringModel())
