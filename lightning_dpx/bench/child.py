@@ -21,7 +21,7 @@ class Child:
     def __init__(
         self, command: Sequence[str], errors: IO[str] | int, *, tells: bool = True, own_session: bool = False
     ) -> None:
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             # A pipe that nothing reads would fill up and stop the process.

@@ -154,7 +154,7 @@ class UnrolledLSTM(Staged):
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
-        self.cell = nn.LSTMCell(inputs, hidden)
+        self.cell: nn.LSTMCell = nn.LSTMCell(inputs, hidden)
         self.head: nn.Linear = nn.Linear(hidden, 10)
         self.hidden = hidden
 

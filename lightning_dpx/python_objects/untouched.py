@@ -161,6 +161,8 @@ class Reach:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.parts: list[nn.Module]
+        self.state: ObjectState
         self.parts, self.state = _with_those_outside(module)
         self.generators: list[Any] = held_generators([module])
 

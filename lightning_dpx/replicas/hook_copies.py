@@ -34,7 +34,7 @@ class HookCopies:
         self._modules = modules
         self._translate = translate
         self._hooks = [_users_hooks(child) for child in modules[0]]
-        self.are_outdated = False
+        self.are_outdated: bool = False
         self.accept_those_of_parameters()
 
     def accept_those_of_parameters(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_dpx.errors import UnsupportedError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import LightningOptimizer
 from lightning_dpx.lightning.manual.acts_once import ActsOnce, current_view, plain_attribute, viewed
-from lightning_dpx.replicas import BatchSlice
+from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ReplicaView:
     """
 
     def __init__(self, manual: "ManualOptimization", batch_slice: BatchSlice, weight: float, *, is_first: bool) -> None:
-        self.replica = batch_slice.replica
+        self.replica: Replica = batch_slice.replica
         self.weight = weight
         self._manual = manual
         self.is_first = is_first

@@ -118,12 +118,6 @@ class ActivationPlanner(Callback):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'
             )
-        planners = [callback for callback in trainer.callbacks if isinstance(callback, ActivationPlanner)]
-        # A module follows one plan: that of whichever comes first, and the budget of the other would be forgotten.
-        if len(planners) > 1:
-            raise ConfigurationError(
-                f"The Trainer has {len(planners)} ActivationPlanner callbacks; give one, with the budget that counts."
-            )
         # It shards the module in an engine of its own, and a shadow in one process would have
         # a part of each parameter.
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -131,6 +125,13 @@ class ActivationPlanner(Callback):
                 f"ActivationPlanner profiles a whole module, and {type(trainer.strategy).__name__} shards it; use its "
                 "own activation checkpointing, FSDPStrategy, or ModelParallelStrategy with fully_shard in "
                 "configure_model()."
+            )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        planners = [callback for callback in callbacks if isinstance(callback, ActivationPlanner)]
+        # A module follows one plan: that of whichever comes first, and the budget of the other would be forgotten.
+        if len(planners) > 1:
+            raise ConfigurationError(
+                f"The Trainer has {len(planners)} ActivationPlanner callbacks; give one, with the budget that counts."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

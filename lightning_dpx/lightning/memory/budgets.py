@@ -60,11 +60,19 @@ class Budgets:
     """How many bytes a step may take on each device, for everything there.
 
     Args:
-        given: What :func:`parse_budget` made of the argument.
+        argument: What a user has given, as :func:`parse_budget` has it.
+
+    Attributes:
+        given: What that means: bytes for texts.
+
+    Raises:
+        ConfigurationError: it is no budget.
     """
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, argument: Any) -> None:
+        # Errors quote it, so that a user finds it in the script.
+        self._argument = argument
+        self.given: Any = parse_budget(argument)
         self._each: dict[torch.device, Budget] | None = None
 
     def place(self, homes: Sequence[torch.device], others: Collection[torch.device]) -> None:
@@ -92,17 +100,19 @@ class Budgets:
         missing = [str(device) for device in dict.fromkeys(homes) if device not in named]
         if missing:
             raise ConfigurationError(
-                f"memory_budget={self.given!r} says nothing of {', '.join(missing)}, where replicas live; give each "
-                "device a budget, or 'auto'."
+                f"memory_budget={self._argument!r} says nothing of {', '.join(missing)}, where replicas live; give "
+                "each device a budget, or 'auto'."
             )
         self._each = named
 
     def describe(self, device: torch.device) -> str:
         """What was given for ``device``, as a user would write it."""
-        # Errors quote the argument, so that a user finds it in the script.
-        return f"memory_budget={self.given!r}" if self._each is None else (
-            f"memory_budget[{str(device)!r}]={self._each.get(device)!r}"
-        )  # fmt: skip
+        if self._each is None:
+            return f"memory_budget={self._argument!r}"
+        for name, budget in self._argument.items():
+            if canonical_device(name) == device:
+                return f"memory_budget[{str(device)!r}]={budget!r}"
+        return f"memory_budget[{str(device)!r}]=None"
 
     def limit(self, device: torch.device, homes: Sequence[torch.device]) -> int:
         """Bytes for all on ``device``. Where parts are shifted to, one budget is the same number, or what there is.
@@ -147,7 +157,7 @@ class Budgets:
     def _budget_of(self, each: Mapping[torch.device, Budget], device: torch.device) -> Budget:
         if device not in each and not is_host(device):
             raise ConfigurationError(
-                f"memory_budget={self.given!r} says nothing of {device}, where parts of the module are shifted to; "
+                f"memory_budget={self._argument!r} says nothing of {device}, where parts of the module are shifted to; "
                 "give it a budget, or 'auto'."
             )
         return each.get(device, "auto")

@@ -14,7 +14,7 @@ from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
-from lightning_dpx.lightning.memory.budgets import Budgets, parse_budget
+from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.peak_check import PeakCheck
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
@@ -104,7 +104,7 @@ class MemoryPlanning:
         plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
-        self.budgets: Budgets = Budgets(parse_budget(budget))
+        self.budgets: Budgets = Budgets(budget)
         self._budgets_given = self.budgets
         self.planner: Planner = make_planner(planner)
         self.cache: PlanningCache = PlanningCache(plan_cache, "plan_cache")
@@ -460,11 +460,15 @@ class MemoryPlanning:
         # The reduction may peak after the backward, where no plan for activations can help.
         most = max(held, static.after_backward(device))
         if most >= limit:
-            moving = format_bytes(static.moving.get(device, 0))
+            moving = static.moving.get(device, 0)
+            beside = ""
+            way_out = "shift parts of the model to another device (shifts)"
+            if moving:
+                beside = f", with {format_bytes(moving)} that the reduction of gradients needs beside them"
+                way_out = "use more gradient_buckets, reducer='colocate' or shifts"
             raise BudgetError(
                 f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and parameters, gradients "
-                f"and optimizer state alone take {format_bytes(most)}, with {moving} that the reduction of gradients "
-                "needs beside them. Allow more, or use more gradient_buckets, reducer='colocate' or shifts."
+                f"and optimizer state alone take {format_bytes(most)}{beside}. Allow more, or {way_out}."
             )
         return limit - held
 

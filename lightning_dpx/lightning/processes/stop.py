@@ -16,7 +16,7 @@ from lightning_dpx.reducers import between_processes
 if TYPE_CHECKING:
     from lightning_dpx.lightning.lightning_api import pl
 
-log = logging.getLogger(f"{MODULE}.dpx")  # a child of Lightning's, so it is shown where Lightning's are
+log: logging.Logger = logging.getLogger(f"{MODULE}.dpx")  # a child of Lightning's, so it is shown where Lightning's are
 
 EVERY = 4  # batches of an evaluation, between which nothing else is sent
 

@@ -581,7 +581,7 @@ class Anatomy:
     def __init__(self, module: nn.Module, *, looks: bool = True) -> None:
         # What is found is held: of a call that is never made again, nothing.
         self.parts: list[nn.Module] = list(module.modules()) if looks else []
-        self.parameters = list[torch.Tensor]()
+        self.parameters: list[torch.Tensor] = []
         self.obstacle: str = _obstacle_in(self.parts)
         # The walk over objects is long.
         walked = [] if self.obstacle else self.parts

@@ -170,7 +170,7 @@ class WeakTensor:
         # The object of a view may go with the call, its base stays. A base of another dtype does
         # not show these numbers: a complex one is no view of its parts.
         base = view_base(tensor)
-        self.view = None
+        self.view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
         if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
             self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
             tensor = base

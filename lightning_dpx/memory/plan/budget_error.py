@@ -37,10 +37,20 @@ def budget_error(
         f"computes again takes less than {format_bytes(surely)}.",
         _costliest_moment(smallest),
         _bottleneck(smallest.problem),
-        "Allow more, or use a smaller batch.",
+        f"{of_compiled_whole(profile)}Allow more, or use a smaller batch.",
     ]
     # Of the costliest moment nothing is said where no value tells what is running then.
     return BudgetError(" ".join(sentence for sentence in sentences if sentence), least)
+
+
+def of_compiled_whole(profile: Profile) -> str:
+    """Words on a model that is one piece of compiled code, with a space behind them; empty for any other."""
+    if not any(code.name == "" for code in profile.codes):
+        return ""
+    return (
+        "The model is compiled as a whole: a plan can only have its code save less, and what backward computes again "
+        "is there all at once. Blocks that are compiled one by one (block.compile() for each) can be planned for less. "
+    )
 
 
 def surely_needed(problems: Sequence["Problem"]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.memory.plan.budget_error import budget_error, surely_needed
+from lightning_dpx.memory.plan.budget_error import budget_error, of_compiled_whole, surely_needed
 from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
 from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, least_seconds_with_offloading, ways_to_offload
 from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, Model, fingerprint_of
@@ -142,7 +142,7 @@ def _with_or_without_shares(
         raise BudgetError(
             f"A budget of {format_bytes(budget or 0)} for activations cannot be met; the smallest that can is "
             f"{format_bytes(min(smallest))}, also where compiled parts save as little as they can, and without a plan "
-            f"it is {format_bytes(profile.peak)}. Allow more, or use a smaller batch.",
+            f"it is {format_bytes(profile.peak)}. {of_compiled_whole(profile)}Allow more, or use a smaller batch.",
             min(smallest),
         )
     return min(tried, key=lambda each: each[2][0].forecast.rank(budget))

@@ -41,7 +41,7 @@ class Outline:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.curve = np.array(profile.curve, dtype=np.int64)
+        self.curve: np.ndarray = np.array(profile.curve, dtype=np.int64)
         # Autograd does not save these: they are made on the way to something else.
         self.virtual: list[bool] = [value.storage < 0 and not value.name for value in profile.values]
         # What is picked lies in the memory that its call takes as a whole.

@@ -53,17 +53,19 @@ class ReplayableStep:
             self.of_name[hold.name].append(at)
         # A look at a name without holds must not add one.
         self.of_name.default_factory = None
-        self.hold_call = np.array([hold.call for hold in profile.holds], dtype=np.int64)
-        self.hold_asked = np.array([never if h.asked < 0 else h.asked for h in profile.holds], dtype=np.int64)
-        self.hold_end = np.array([hold.end for hold in profile.holds], dtype=np.int64)
-        self.call_end = np.array([call.end for call in profile.calls], dtype=np.int64)
+        self.hold_call: np.ndarray = np.array([hold.call for hold in profile.holds], dtype=np.int64)
+        self.hold_asked: np.ndarray = np.array(
+            [never if h.asked < 0 else h.asked for h in profile.holds], dtype=np.int64
+        )
+        self.hold_end: np.ndarray = np.array([hold.end for hold in profile.holds], dtype=np.int64)
+        self.call_end: np.ndarray = np.array([call.end for call in profile.calls], dtype=np.int64)
         pairs: list[tuple[int, int]] = []
         for value in profile.values:
             if value.storage >= 0 and value.name:
                 pairs += [(value.storage, at) for at in self.of_name.get(value.name, ())]
-        self.pairs = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        self.pairs: np.ndarray = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         spans = [(one.num_bytes, one.unused, one.freed) for one in profile.storages]
-        self.spans = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        self.spans: np.ndarray = np.array(spans, dtype=np.int64).reshape(-1, 3).T
 
     def replayed(self, names: Collection[str]) -> Profile:
         """The step with these calls replayed; of nested ones, the outer."""

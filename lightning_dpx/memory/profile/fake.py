@@ -38,7 +38,7 @@ from lightning_dpx.memory.profile.costs import CostModel, Trial
 from lightning_dpx.memory.profile.known_numbers import is_known, with_known_numbers
 from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
-from lightning_dpx.memory.profile.roofline import OperatorSeconds, rates_of
+from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates, rates_of
 from lightning_dpx.memory.tracing.allocator_account import Account, Taken
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.memory.tracing.scratch import inside_bytes
@@ -92,7 +92,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(device, writes)
         self._numbers = numbers
-        self.rates = rates_of(target)
+        self.rates: Rates = rates_of(target)
         self._target = target
         self._probe = probe
         self._probed: Probed | None = None  # the operator that is being looked at
@@ -129,7 +129,7 @@ class RooflineCosts(CostModel):
 
     def __init__(self, here: torch.device, target: torch.device) -> None:
         super().__init__(here)
-        self.rates = rates_of(target)
+        self.rates: Rates = rates_of(target)
         self._target = target
         self.offloads: bool = not is_host(target)
         self.elsewhere: bool = here.type != target.type

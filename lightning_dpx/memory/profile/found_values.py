@@ -27,7 +27,7 @@ class DeadValue:
         self.num_bytes: int = value.held().nbytes
         self.span = span
         # Weak, because the step lets go of values as it would without a profile.
-        self.sources = [weakref.ref(source) for source in value.sources]
+        self.sources: list[weakref.ref[Value]] = [weakref.ref(source) for source in value.sources]
         self.refused: str = "" if value.make is not None else refused or _NOT_IN_GRAPH
 
 

@@ -83,13 +83,7 @@ def profile_step(
     """
     # Hooks inside a compiled part would be compiled with it, so nothing in there gets a name: such
     # a part is kept, called again as a whole, or saves less.
-    if (compiled := compiled_parts(module)) == [""]:
-        warnings.warn(
-            "The model is compiled as a whole: a plan can only have its code save less, and what backward computes "
-            "again is there all at once. Blocks that are compiled one by one (block.compile() for each) can be planned "
-            "for less.",
-            stacklevel=2,
-        )
+    compiled = compiled_parts(module)
     autocast = AmbientAutocast()
     context = autocast.entered_by(context)
     # The garbage collector would search all that is watched, again and again, for a third of the time.

@@ -48,12 +48,19 @@ def test_what_is_no_budget_is_refused_by_name(budget: Any, said: str) -> None:
     [
         ({"sim:0": "5MiB"}, "says nothing of sim:1, where replicas live"),
         ({"sim:0": "5MiB", "sim:1": "5MiB", "sim:3": "0.25MiB"}, "names sim:3, but the run is on sim:0, sim:1"),
-        ({"sim:0": "5MiB", "sim:1": "0.25MiB"}, r"memory_budget\['sim:1'\]=262144 allows 256.00 KiB on sim:1"),
+        ({"sim:0": "5MiB", "sim:1": "0.25MiB"}, r"memory_budget\['sim:1'\]='0.25MiB' allows 256.00 KiB on sim:1"),
     ],
 )  # fmt: skip
 def test_devices_that_are_not_there_or_missing(budget: Any, said: str) -> None:
     with pytest.raises(dpx.DPXError, match=said):
         fit(tower(), strategy=dpx.DPXStrategy(memory_budget=budget), accelerator="sim", devices=2)
+
+
+def test_errors_quote_the_budget_as_it_was_written_and_offer_what_one_device_can_do() -> None:
+    with pytest.raises(dpx.BudgetError, match=r"memory_budget='0.25MiB' allows 256.00 KiB on cpu") as caught:
+        fit(tower(), strategy=dpx.DPXStrategy(memory_budget="0.25MiB"))
+    assert "reduction" not in str(caught.value)
+    assert "Allow more, or shift parts of the model to another device" in str(caught.value)
 
 
 def test_one_device_by_two_names() -> None:
@@ -102,11 +109,11 @@ def test_targets_of_shifts_are_named_too(sim: Any) -> None:
 
 def test_limits(sim: Any) -> None:
     dpx.simulate(8, memory="16MiB")
-    budgets = Budgets(parse_budget({"sim:0": 0.5, "sim:1": "auto", "sim:4": "16.25MiB"}))
+    budgets = Budgets({"sim:0": 0.5, "sim:1": "auto", "sim:4": "16.25MiB"})
     budgets.place([SIM0, SIM1], [SIM4, torch.device("cpu")])
     assert budgets.limit(SIM0, [SIM0, SIM1]) == 8 * MIB
     assert budgets.limit(SIM1, [SIM0, SIM1]) == pytest.approx(0.95 * 16 * MIB, rel=0.1)
-    with pytest.raises(dpx.ConfigurationError, match=r"memory_budget\['sim:4'\]=17039360 is more than sim:4 has"):
+    with pytest.raises(dpx.ConfigurationError, match=r"memory_budget\['sim:4'\]='16.25MiB' is more than sim:4 has"):
         budgets.limit(SIM4, [SIM0, SIM1])
     assert budgets.limit(torch.device("cpu"), [SIM0, SIM1]) > 0, "the host gives what it has, unless it is named"
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory.planning import parse_budget
+from lightning_dpx.lightning.memory.budgets import parse_budget
 from tests.conftest import SIMULATED, assert_equal, make_trainer
 from tests.memory.models import Swing
 

@@ -57,7 +57,6 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:The model is compiled as a whole")
 @pytest.mark.parametrize("form", ["in place", "wrapped"])
 def test_a_model_that_is_compiled_as_a_whole_saves_less(form: str) -> None:
     torch.manual_seed(0)
@@ -78,6 +77,8 @@ def test_a_model_that_is_compiled_as_a_whole_saves_less(form: str) -> None:
     assert plan.peak <= 0.85 * plan.unplanned_peak
     dpx.remove_plan(model)
     assert peak(model, x) == pytest.approx(plan.unplanned_peak, rel=0.05)
+    with pytest.raises(dpx.BudgetError, match=r"is compiled as a whole: .* compiled one by one"):
+        dpx.search_plan(model, x, budget=0.1)
     with pytest.raises(BudgetError):
         dpx.search_plan(model, x, budget=0.05)
 

@@ -61,11 +61,11 @@ class Relaxation:
         # A look at a value without requests must not add one.
         self.requests.default_factory = None
         self.on_the_way: dict[int, tuple[int, ...]] = {value: self._on_the_way(value) for value in self.column}
-        self.seconds = np.zeros(len(self.units))
+        self.seconds: np.ndarray = np.zeros(len(self.units))
         for value, at in self.column.items():
             if value in self.requests:
                 self.seconds[at] += values[value].seconds
-        self.curve = np.array(problem.profile.curve, dtype=np.float64)
+        self.curve: np.ndarray = np.array(problem.profile.curve, dtype=np.float64)
         self._requested = [request.event for request in problem.profile.requests]
         self._spans = self._find_spans()
 

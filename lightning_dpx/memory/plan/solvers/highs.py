@@ -119,7 +119,8 @@ class Solver:
         self._highs.setOptionValue("mip_allow_restart", False)  # takes long where there are few nodes
         self._checks = _Checks()
         self._highs.cbMipInterrupt.subscribe(self._checks)
-        self.terms = self.work = 0
+        self.terms: int = 0
+        self.work: int = 0
         self._costs: list[float] = []
         self._integers: list[int] = []
         self._rows: list[tuple[Mapping[int, float], float]] = []
