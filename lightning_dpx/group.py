@@ -31,6 +31,7 @@ from lightning_dpx.replicas import (
     gather,
     join_input_gradients,
     map_leaves,
+    map_result,
     map_tensors,
     slice_batch,
 )
@@ -199,7 +200,7 @@ class ReplicaGroup:
             state = {name: faked(value) for name, value in module.state_dict(keep_vars=True).items()}
             args, kwargs = map_tensors(faked, (inputs, named_inputs))
             outputs = torch.func.functional_call(module, state, args, kwargs)
-        return map_tensors(lambda output: tuple(output.shape), outputs)
+        return map_result(lambda output: tuple(output.shape), outputs)
 
     def forward(self, *inputs: Any, is_train: bool | None = None, **named_inputs: Any) -> None:
         """Cuts the inputs (each with B rows) and runs the module on every slice; see :meth:`outputs`.
@@ -253,7 +254,7 @@ class ReplicaGroup:
                 output = self._run_module(batch_slice)
                 walked.append(grads.walk(output, rows[batch_slice.replica.index]))
                 # Its graph has had its backward, and would hold the next micro-batch's memory back.
-                return map_tensors(torch.Tensor.detach, output)
+                return map_result(torch.Tensor.detach, output)
 
             with self._summed_gradients():
                 self._end(self._set.run("forward", self._slices, run_both))

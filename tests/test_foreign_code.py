@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.nn import functional as F
@@ -284,3 +284,25 @@ def test_other_peoples_code_is_as_on_one_device(
         torch.testing.assert_close(
             ours[name], expected, rtol=1e-4, atol=1e-5, check_device=False, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_caches_that_language_models_return_are_those_of_the_whole_batch(
+    execution: Any, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Returns(TinyLlama):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(input_ids=batch["input_ids"])
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = dpx.DPXStrategy(execution=execution)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, **quiet)
+    predicted = trainer.predict(Returns(), token_loader())
+    expected = Trainer(accelerator="cpu", devices=1, **quiet).predict(Returns(), token_loader())
+    assert not any("whole" in str(warning.message) for warning in recwarn)
+    for ours, theirs in zip(predicted, expected, strict=True):
+        assert type(ours.past_key_values) is type(theirs.past_key_values)
+        for one, two in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+            torch.testing.assert_close(one.keys, two.keys)
+            torch.testing.assert_close(one.values, two.values)
+        torch.testing.assert_close(ours.logits, theirs.logits)

@@ -5,7 +5,7 @@ from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.buffer_sync import BufferMode
-from lightning_dpx.replicas.containers import map_leaves, map_tensors
+from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensors
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
@@ -95,6 +95,7 @@ __all__ = [
     "loss_of",
     "make_slicer",
     "map_leaves",
+    "map_result",
     "map_tensors",
     "numbers_of",
     "parse_micro_batches",

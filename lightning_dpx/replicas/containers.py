@@ -4,6 +4,7 @@ A container is rebuilt as its own type, in its own order, with its attributes an
 """
 
 import copy
+import copyreg
 import dataclasses
 import datetime
 import enum
@@ -69,6 +70,54 @@ def children_of(node: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def members_of(node: Any) -> list[tuple[str, Any]] | None:
+    """Named children of what a step returns: those of a container, or the attributes of a plain Python object.
+
+    Results are put together from such parts, and what comes out is compared with the result of one device. A batch is
+    not cut by attributes: nothing tells which of them have rows.
+    """
+    children = children_of(node)
+    if children is None and _is_plain_object(node):
+        return list(vars(node).items())
+    return children
+
+
+def _is_plain_object(node: Any) -> bool:
+    """Whether ``node`` is an object of a Python class that is what its attributes are, and leads to no circle."""
+    if is_value(node) or not _copies_by_attributes(type(node)):  # type: ignore[arg-type]
+        return False
+    try:
+        # As pickle sees it: objects with parts in C refuse, or say more than attributes.
+        reduced: Any = node.__reduce_ex__(4)
+    except TypeError:
+        return False
+    is_by_attributes = isinstance(reduced[2], dict) and all(part is None for part in reduced[3:])
+    return is_by_attributes and not _leads_to_circle(node, frozenset())
+
+
+@lru_cache(maxsize=1024)
+def _copies_by_attributes(kind: type) -> bool:
+    """Whether objects of a class are copied by their attributes, and nothing is said of how else."""
+    if issubclass(kind, type | torch.nn.Module | torch.Tensor) or kind in copyreg.dispatch_table:
+        return False
+    if any(hasattr(kind, name) for name in ("__copy__", "__deepcopy__", "__setstate__", "__getnewargs_ex__")):
+        return False
+    # Functions, and much else that is written in C, have no say in it either, but no attributes of the kind.
+    as_usual = ("__reduce_ex__", "__reduce__", "__getstate__")
+    return all(getattr(kind, name) is getattr(object, name) for name in as_usual)
+
+
+def _leads_to_circle(node: Any, above: frozenset[int]) -> bool:
+    """Whether attributes lead back to one of the objects that they are attributes of."""
+    if id(node) in above:
+        return True
+    inner = above | {id(node)}
+    children = children_of(node)
+    if children is None and hasattr(node, "__dict__") and _copies_by_attributes(type(node)):  # type: ignore[arg-type]
+        children = list(vars(node).items())
+    return any(_leads_to_circle(child, inner) for _, child in children or () if not is_value(child))
+
+
 def _attribute_names(node: Any) -> list[str] | None:
     """The fields of a dataclass or attrs object, and what else was set on it and may have rows."""
     # The class itself has the fields' names as well.
@@ -98,6 +147,10 @@ def rebuild(node: Any, parts: Sequence[Any]) -> Any:
         clone = copy.copy(node)
         for name, part in zip(names, parts, strict=True):
             object.__setattr__(clone, name, part)  # frozen ones too, and without a second __post_init__
+        return clone
+    if type(node) not in pytree.SUPPORTED_NODES:  # a plain object, of :func:`members_of`
+        clone = copy.copy(node)
+        vars(clone).update(zip(vars(node), parts, strict=True))
         return clone
     handler = pytree.SUPPORTED_NODES[type(node)]
     _, context = handler.flatten_fn(node)
@@ -143,15 +196,24 @@ def _rebuild_mapping(node: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     """``node`` with ``function`` of each of its leaves, which are no containers, in their place."""
-    children = None if isinstance(node, torch.Tensor) else children_of(node)
-    if children is None:
-        return function(node)
-    return rebuild(node, [map_leaves(function, child) for _, child in children])
+    return _map_leaves(function, node, children_of)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], node: Any) -> Any:
     """``node`` with ``function`` of each of its tensors in their place."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, node)
+
+
+def map_result(function: Callable[[torch.Tensor], Any], result: Any) -> Any:
+    """What a step returns, with ``function`` of each of its tensors in their place, those of plain objects included."""
+    return _map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, result, members_of)
+
+
+def _map_leaves(function: Callable[[Any], Any], node: Any, parts_of: Callable[[Any], Any]) -> Any:
+    parts = None if isinstance(node, torch.Tensor) else parts_of(node)
+    if parts is None:
+        return function(node)
+    return rebuild(node, [_map_leaves(function, part, parts_of) for _, part in parts])
 
 
 def named_nodes(node: Any, path: str = "") -> Iterator[str]:

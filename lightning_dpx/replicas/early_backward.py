@@ -26,9 +26,10 @@ import torch
 
 from lightning_dpx.backward_threads import forget_failed_backward
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas.containers import map_result
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import BatchSlice
-from lightning_dpx.torch_compat import run_backward, tree_map_only
+from lightning_dpx.torch_compat import run_backward
 
 Gradients = list[list[torch.Tensor | None]]  # K x N
 _GRADIENT = operator.attrgetter("grad")
@@ -233,7 +234,7 @@ class EarlyBackward:
         if isinstance(output, torch.Tensor):
             return mark
         extras = {key: value for key, value in output.items() if key != "loss"}
-        return {"loss": mark, **tree_map_only(torch.Tensor, torch.Tensor.detach, extras)}
+        return {"loss": mark, **map_result(torch.Tensor.detach, extras)}
 
     def _walk(self, loss: torch.Tensor, weight: float) -> None:
         value = self._expected.value

@@ -17,6 +17,7 @@ from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, without_graphs
 from lightning_dpx.replicas.buffer_sync import BufferRule
+from lightning_dpx.replicas.containers import PLAIN, children_of, members_of, rebuild
 from lightning_dpx.replicas.draws import Source
 from lightning_dpx.replicas.merging import (
     ADDED_IN,
@@ -32,7 +33,6 @@ from lightning_dpx.replicas.merging import (
 from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
 from lightning_dpx.replicas.rebound_numbers import NumberWatch, increments, joined_changes
-from lightning_dpx.replicas.slicing import PLAIN, children_of, rebuild
 
 _TOO_OFTEN = 6  # batches
 
@@ -123,7 +123,8 @@ class MergeRules:
         was_number = rule is not None and rule.kind not in ("by type", "children", "items", "union", "equal")
         # A rule of numbers says nothing of what has come in their place, so that is new as well.
         is_new = self.seen is not None and (path not in self.seen or (was_number and not is_numeric(parts[0])))
-        if is_new and len(parts) > 1:
+        # What is nothing on all slices is nothing on one device, too.
+        if is_new and len(parts) > 1 and any(part is not None for part in parts):
             self.news.add(path)
             self.is_outdated = True
         # Zeros fit every rule. The first other number is what a rehearsal can decide by.
@@ -389,8 +390,13 @@ def _merge(parts: list[Any], sizes: list[float], device: torch.device, dim: int,
     # Only texts and numbers, one for each row, are rows for certain: a list of tensors of that length may be columns.
     if type(first) in (list, tuple) and all(map(_has_plain_rows, parts, sizes)):
         return type(first)(chain.from_iterable(parts))
+    if isinstance(first, torch.device):
+        return device  # where tensors come together, a setting of it does as well
     children = [children_of(part) for part in parts]
-    if children[0] is not None:
+    # An object that all replicas share, or that is alike on all, stays as it is, as numbers and texts do.
+    if children[0] is None and not is_equal_object(first, parts[1:]):
+        children = [members_of(part) for part in parts]
+    if all(of_part is not None for of_part in children):
         return _merge_children(parts, children, sizes, device, dim, path)
     return _merge_plain(parts, sizes, path)
 

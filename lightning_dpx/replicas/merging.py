@@ -17,7 +17,7 @@ import torch
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.python_objects.object_state import slot_contents
-from lightning_dpx.replicas.slicing import children_of, rebuild
+from lightning_dpx.replicas.containers import children_of, members_of, rebuild
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
 Kind = Literal[
@@ -163,7 +163,7 @@ class Search:
                 return [Finding(path=path, rules=(Rule(kind="items"),))]
         if children_of(whole) is not None:
             return self._children(whole, parts, path)
-        return [self._objects(whole, parts, path)]
+        return self._objects(whole, parts, path)
 
     def _mappings(self, whole: Mapping[Any, Any], parts: Sequence[Any], path: str) -> list[Finding]:
         if all(part.keys() == whole.keys() for part in parts) and whole:
@@ -187,9 +187,9 @@ class Search:
         return [self._unlike(path, whole, parts)]
 
     def _children(self, whole: Any, parts: Sequence[Any], path: str) -> list[Finding]:
-        by_slice = [dict(children_of(part) or ()) for part in parts]
+        by_slice = [dict(members_of(part) or ()) for part in parts]
         findings = [Finding(path=path, rules=(Rule(kind="children"),))]
-        for name, value in children_of(whole) or ():
+        for name, value in members_of(whole) or ():
             inner = f"{path}.{name}"
             if all(name in children for children in by_slice):
                 findings += self.examine(value, [children[name] for children in by_slice], inner)
@@ -197,11 +197,16 @@ class Search:
                 findings.append(self._unlike(inner, value, parts))
         return findings
 
-    def _objects(self, whole: Any, parts: Sequence[Any], path: str) -> Finding:
-        """Strings and whatever has no parts: equal, or of a class that has no idea of equality."""
+    def _objects(self, whole: Any, parts: Sequence[Any], path: str) -> list[Finding]:
+        """Texts and objects: equal, or of a class that has no idea of equality, or put together by attributes."""
         if all(is_same_object(whole, part, self.tolerance) for part in parts):
-            return Finding(path=path, rules=(Rule(kind="equal"),))
-        return self._unlike(path, whole, parts)
+            return [Finding(path=path, rules=(Rule(kind="equal"),))]
+        # Each slice names its own; put together, all of it is on the first, as is that of one device.
+        if isinstance(whole, torch.device) and whole == parts[0]:
+            return [Finding(path=path, rules=(Rule(kind="by type"),))]
+        if members_of(whole) is not None:
+            return self._children(whole, parts, path)
+        return [self._unlike(path, whole, parts)]
 
     def _differs(self, whole: Any, joined: Any, path: str) -> bool:
         """Whether two values of one structure differ, but for what is not stable."""
@@ -403,6 +408,9 @@ def compare_trees(
         return
     mine = children_of(one)
     theirs = children_of(two)
+    if mine is None and theirs is None and not is_equal_object(one, [two]):
+        mine = members_of(one)
+        theirs = members_of(two)
     if mine is None or theirs is None:
         yield path, 0.0 if is_same_object(one, two, tolerance, within) else float("inf")
         return
@@ -576,7 +584,7 @@ class Merger:
         return [part.to(device) for part in parts]
 
     def _children(self, parts: list[Any], path: str) -> Any:
-        found = [children_of(part) for part in parts]
+        found = [members_of(part) for part in parts]
         # A text, say, in the place of the container that the rehearsal saw.
         if any(of_slice is None for of_slice in found):
             return self.fallback(parts, path)

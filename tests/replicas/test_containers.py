@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_dpx.replicas import map_leaves, map_tensors
+from lightning_dpx.replicas.containers import children_of, map_leaves, map_result, map_tensors, members_of
 from tests.replicas.same_batch import assert_same, halves
 
 
@@ -163,3 +164,48 @@ def test_tensors_are_mapped_in_containers_of_any_kind() -> None:
     mapped = map_tensors(lambda tensor: tuple(tensor.shape), batch)
     assert mapped == {"a": [(2,), "text"], "b": ((1,), None)}
     assert map_leaves(type, {"a": "text", "b": 3}) == {"a": str, "b": int}
+
+
+class Cache:
+    """A plain Python object, as libraries return for what they keep between calls."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.layers = [keys]
+        self.length = 2
+
+
+class Slots:
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys = torch.ones(1)
+
+
+class Reduced(Cache):
+    def __reduce__(self) -> Any:
+        return Cache, (self.layers[0],)
+
+
+def test_members_of_a_plain_object_are_its_attributes_and_it_is_no_container_of_a_batch() -> None:
+    cache = Cache(torch.ones(2, 3))
+    assert members_of(cache) == [("layers", cache.layers), ("length", 2)]
+    assert members_of({"a": 1}) == [("a", 1)]
+    assert children_of(cache) is None
+
+
+def test_objects_that_are_more_than_their_attributes_have_no_members() -> None:
+    circle = Cache(torch.ones(1))
+    circle.layers.append(circle)
+    others = (torch.Generator(), Slots(), Reduced(torch.ones(1)), nn.Linear(1, 1), Cache, len, iter([1]), object())
+    for value in (circle, *others):
+        assert members_of(value) is None, value
+
+
+def test_tensors_of_a_result_are_mapped_in_plain_objects_too_and_these_stay_as_they_were() -> None:
+    cache = Cache(torch.ones(2, 3, requires_grad=True) * 2)
+    mapped = map_result(torch.Tensor.detach, {"cache": cache, "text": "a"})
+    assert type(mapped["cache"]) is Cache
+    assert mapped["cache"].length == 2
+    assert not mapped["cache"].layers[0].requires_grad
+    assert cache.layers[0].requires_grad
+    assert map_tensors(torch.Tensor.detach, cache) is cache

@@ -24,6 +24,29 @@ def test_none_contributes_nothing() -> None:
     assert gather([None, None], [1, 1], CPU) is None
 
 
+class Cache:
+    """What libraries keep between calls, in a plain Python object."""
+
+    def __init__(self, keys: torch.Tensor, device: torch.device) -> None:
+        self.layers = [keys]
+        self.device = device
+        self.name = "cache"
+
+
+def test_plain_objects_are_joined_by_their_attributes() -> None:
+    parts = [Cache(torch.full((rows, 2), float(rows)), torch.device("sim", rows)) for rows in (3, 1)]
+    merged = gather(parts, [3, 1], CPU)
+    assert type(merged) is Cache
+    assert merged.layers[0].tolist() == [[3.0, 3.0]] * 3 + [[1.0, 1.0]]
+    assert (merged.name, merged.device) == ("cache", CPU)
+    assert parts[0].layers[0].shape == (3, 2), "what a replica returned is not written"
+
+
+def test_an_object_that_all_replicas_share_stays_that_object() -> None:
+    shared = Cache(torch.ones(3, 2), CPU)
+    assert gather([shared, shared], [3, 1], CPU) is shared
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

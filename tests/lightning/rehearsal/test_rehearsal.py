@@ -563,6 +563,14 @@ class Record:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Result:
+    """A plain Python object, as libraries return."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.parts = [rows.mean(), {"n": len(rows)}, None]
+
+
 OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "rows": lambda x: x,
     "rows along dim 1": lambda x: x.T,
@@ -584,6 +592,8 @@ OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a list of objects": lambda x: [Record(float(value)) for value in x[:, 0]],
     "names of classes": lambda x: ["a", "b", "c"],
     "a dict by sample": lambda x: {f"{float(value):.3f}": float(value) for value in x[:, 0]},
+    "an object": lambda x: Result(x),
+    "nothing beside rows": lambda x: {"rows": x, "nothing": None},
     "nested": lambda x: ({"logits": x, "stats": [x.mean(), len(x)]}, None, x.argmax(1)),
     "the first row": lambda x: x[0],
     "whether all are finite": lambda x: bool(x.isfinite().all()),
@@ -618,6 +628,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert_same(one, two)
     elif isinstance(theirs, float):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    elif isinstance(theirs, Result):
+        assert_same(vars(ours), vars(theirs))
     else:
         assert ours == theirs
 
@@ -1257,10 +1269,13 @@ def test_what_a_step_keeps_and_never_uses_is_only_told(fitted) -> None:
 
 
 class Cache:
-    """Keeps the keys of all rows, as models of transformers return it."""
+    """Keeps the keys of all rows, and says itself how it is copied: nothing tells what else it is."""
 
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys = keys
+
+    def __reduce__(self) -> Any:
+        return Cache, (self.keys,)
 
 
 class ReturnsCache(Model):
