@@ -116,7 +116,7 @@ def test_the_host_is_no_device_with_a_budget(sim: Any) -> None:
 def test_a_budget_that_the_target_cannot_meet_names_it() -> None:
     with pytest.raises(dpx.BudgetError) as error:
         trained(tower(), memory_budget="1.75MiB", shifts={"sim:0": "sim:4"}, shift_activations=MOST)
-    assert any("On sim:4, memory_budget=1835008 allows 1.75 MiB" in note for note in error.value.__notes__)
+    assert any("On sim:4, memory_budget='1.75MiB' allows 1.75 MiB" in note for note in error.value.__notes__)
 
 
 def test_offloaded_parts_are_left_to_the_offloading(sim: Any) -> None:
