@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile, SavedStorage
@@ -39,6 +40,7 @@ from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
 from lightning_dpx.memory.profile.lifetimes import AsksItselfError, Lifetimes, natural_lifetimes
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
+from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.progress import at
 from lightning_dpx.python_objects.compiled import uncompiled
@@ -83,59 +85,84 @@ def profile_step(
     """
     # Hooks inside a compiled part would be compiled with it, so nothing in there gets a name: such
     # a part is kept, called again as a whole, or saves less.
-    compiled = compiled_parts(module)
+    compiled = bool(compiled_parts(module))
     autocast = AmbientAutocast()
-    context = autocast.entered_by(context)
+    step = _Step(
+        module=module,
+        run=run,
+        backward=backward,
+        context=autocast.entered_by(context),
+        meter=meter or CostModel(device),
+        accumulates=accumulates,
+    )
     # The garbage collector would search all that is watched, again and again, for a third of the time.
     with COLLECTOR.resting(), autocast.suspended():
-        meter = meter or CostModel(device)
         try:
-            return _profiled(module, run, meter, backward, context, accumulates, bool(compiled))
+            return _profiled(step, compiled)
         finally:
-            meter.forget_reach()
+            step.meter.forget_reach()
 
 
-def _profiled(
-    module: nn.Module,
-    run: Run,
-    meter: CostModel,
-    backward: Callable[[torch.Tensor], None],
-    context: Callable[[], AbstractContextManager[Any]],
-    accumulates: bool,
-    compiled: bool,
-) -> Profile:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The step that is profiled, and what watches it: the arguments of :func:`profile_step`."""
+
+    module: nn.Module
+    run: Run
+    backward: Callable[[torch.Tensor], None]
+    context: Callable[[], AbstractContextManager[Any]]
+    meter: CostModel
+    accumulates: bool
+
+    @property
+    def forward(self) -> "FreshForward":
+        """Its forward, as that of a step after ``zero_grad``."""
+        return FreshForward(self.module, self.run, self.context)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the step runs its backwards itself."""
+        return not getattr(self.module, "automatic_optimization", True)
+
+    @property
+    def finds_gradients(self) -> bool:
+        """Whether backward adds to gradients that are there."""
+        return self.accumulates or any(parameter.grad is not None for parameter in self.module.parameters())
+
+    def stand_in_for_gradients(self) -> None:
+        """Zeros in place of the gradients that backward adds to; elsewhere it leaves its own, as in a first step."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+            elif self.accumulates and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def __call__(self) -> None:
+        """Forward and backward."""
+        result = self.forward()
+        if result is not None:
+            self.backward(result)
+
+
+def _profiled(step: _Step, compiled: bool) -> Profile:
+    """All that is found out about a step, some of whose parts may be compiled."""
+    meter = step.meter
     with disable_current_modes():
         # It runs a small model for real, which the modes of fake tensors and of whoever calls this
         # would change; the figure is remembered, and asked for again below.
         meter.bookkeeping()  # before hooks of ours are on
-    forward = FreshForward(module, run, context)
-    timer = meter.timer(module)
+    timer = meter.timer(step.module)
     # Steps are timed before anything watches them, and uncompiled, as they are watched below: the
     # extra time of a plan is a share of the same operators.
     times = None
     if meter.times_steps:
         at("timing steps")
         with uncompiled(), torch.enable_grad():
-            times = timer.least(forward, backward)
-    had_gradients = accumulates or any(parameter.grad is not None for parameter in module.parameters())
-    by_hand = not getattr(module, "automatic_optimization", True)
-    profile = _watched(module, run, meter, backward, context, accumulates, by_hand)
-    if compiled and times is not None and not by_hand:
-        at("watching compiled code")
-
-        def step() -> None:
-            result = forward()
-            if result is not None:
-                backward(result)
-
-        profile = with_compiled_code(profile, module, step, meter.device, accumulates=had_gradients)
-    elif compiled:
-        profile = replace(profile, codes=())
-        warnings.warn(
-            "What compiled code takes inside itself is predicted from its operators one by one, as it was not run, and "
-            "the peak may be another one.",
-            stacklevel=4,
-        )
+            times = timer.least(step.forward, step.backward)
+    accumulates = step.finds_gradients  # the steps below leave some
+    profile = _watched(step)
+    if compiled:
+        profile = _with_compiled_code(step, profile, accumulates=accumulates, runs=times is not None)
     bookkeeping = meter.bookkeeping()
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
@@ -145,55 +172,66 @@ def _profiled(
     if timer.communicates:
         profile = replace(profile, communicates=True)
     # Planned steps are measured as they are followed, and those with compiled parts are not.
-    elif not (compiled or by_hand):
-        at("timing planned steps")
-        with torch.enable_grad():
-            measure = partial(
-                measured_in_step, profile, module, timer, forward=forward, backward=backward, known=bookkeeping
-            )
-            bookkeeping = KNOWN_STEPS.measured_once(profile, module, measure)
-        if bookkeeping.step_seconds:
-            # What others do on the processor only ever adds to a time, so the lesser of both
-            # counts.
-            step_seconds = min(times[0], bookkeeping.step_seconds)
-            profile = replace(profile, step_seconds=step_seconds, forward_seconds=min(times[1], step_seconds))
+    elif not (compiled or step.by_hand):
+        profile, bookkeeping = _with_planned_steps(step, profile, timer, bookkeeping)
     return with_bookkeeping(profile, bookkeeping)
 
 
-def _watched(
-    module: nn.Module,
-    run: Run,
-    meter: CostModel,
-    backward: Callable[[torch.Tensor], None],
-    context: Callable[[], AbstractContextManager[Any]],
-    accumulates: bool,
-    by_hand: bool,
-) -> Profile:
-    """The step operator by operator: a forward tells how long its tensors live by themselves, then all of it is noted.
+def _with_compiled_code(step: _Step, profile: Profile, *, accumulates: bool, runs: bool) -> Profile:
+    """The profile of a step that was watched uncompiled, with what its compiled parts take and could save less."""
+    if runs and not step.by_hand:
+        at("watching compiled code")
+        return with_compiled_code(profile, step.module, step, step.meter.device, accumulates=accumulates)
+    warnings.warn(
+        "What compiled code takes inside itself is predicted from its operators one by one, as it was not run, and the "
+        "peak may be another one.",
+        stacklevel=5,
+    )
+    return replace(profile, codes=())
+
+
+def _with_planned_steps(
+    step: _Step, profile: Profile, timer: StepTimer, known: Bookkeeping
+) -> tuple[Profile, Bookkeeping]:
+    """The profile, and what planned steps spend beside their operators, from some that were run.
 
     Args:
-        module: See :func:`profile_step`, as for the other arguments.
-        run: One forward.
-        meter: What watches it.
-        backward: What follows.
-        context: Entered for every forward.
-        accumulates: Whether backward adds to gradients that are there.
-        by_hand: Whether the step runs its backwards itself.
+        step: What was profiled.
+        profile: With the times of its steps.
+        timer: Times others.
+        known: What bookkeeping takes elsewhere.
     """
-    names = CallNames(module)
+    at("timing planned steps")
+    with torch.enable_grad():
+        measure = partial(
+            measured_in_step, profile, step.module, timer, forward=step.forward, backward=step.backward, known=known
+        )
+        bookkeeping = KNOWN_STEPS.measured_once(profile, step.module, measure)
+    if bookkeeping.step_seconds:
+        # What others do on the processor only ever adds to a time, so the lesser of both counts.
+        step_seconds = min(profile.step_seconds, bookkeeping.step_seconds)
+        forward_seconds = min(profile.forward_seconds, step_seconds)
+        profile = replace(profile, step_seconds=step_seconds, forward_seconds=forward_seconds)
+    return profile, bookkeeping
+
+
+def _watched(step: _Step) -> Profile:
+    """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
+    names = CallNames(step.module)
+    meter = step.meter
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
         at("watching a forward")
         try:
-            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
-                lifetimes = natural_lifetimes(names, run, meter, context, copies=by_hand)
+            with uncompiled(), meter.preserve_module_state(step.module), torch.enable_grad():
+                lifetimes = natural_lifetimes(names, step.run, meter, step.context, copies=step.by_hand)
         except AsksItselfError as asked:
             # Nothing was kept for the backward that the step runs itself: it runs again, with
             # copies. The frames of the error would hold tensors of the run that was broken off.
             traceback.clear_frames(asked.__traceback__)
-            with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
-                lifetimes = natural_lifetimes(names, run, meter, context, copies=True)
-        with uncompiled(), meter.preserve_module_state(module), torch.enable_grad():
+            with uncompiled(), meter.preserve_module_state(step.module), torch.enable_grad():
+                lifetimes = natural_lifetimes(names, step.run, meter, step.context, copies=True)
+        with uncompiled(), meter.preserve_module_state(step.module), torch.enable_grad():
             at("watching a step")
             # Python's collector rests, so what the last run has left in cycles is still there, and
             # would be there beside all of the next one.
@@ -201,8 +239,8 @@ def _watched(
             # All calls are noted: which of them a value needs, or is worth a replay, is what is to
             # be found out.
             names.again = _Every()
-            _stand_in_for_gradients(module, accumulates)
-            return _full_step(module, names, run, meter, backward, context, lifetimes)
+            step.stand_in_for_gradients()
+            return _full_step(step, names, lifetimes)
     finally:
         names.listener = None
         names.remove()
@@ -224,15 +262,6 @@ class FreshForward:
         if result is not None and not result.requires_grad:
             raise PlanError(_NO_LOSS)
         return result
-
-
-def _stand_in_for_gradients(module: nn.Module, accumulates: bool) -> None:
-    """Zeros in place of the gradients that backward will add to; elsewhere it leaves its own, as in a first step."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad = torch.zeros_like(parameter.grad)
-        elif accumulates and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 class _Gradients:
@@ -265,22 +294,22 @@ class _Gradients:
             self.allocations.add(id(self._trace.allocation_of(gradient.untyped_storage())))
 
 
-def _full_step(
-    module: nn.Module,
-    names: CallNames,
-    run: Run,
-    meter: CostModel,
-    backward: Callable[[torch.Tensor], None],
-    context: Callable[[], AbstractContextManager[Any]],
-    lifetimes: Lifetimes,
-) -> Profile:
+def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
+    """What a forward and its backward save, ask for and take, with everything kept.
+
+    Args:
+        step: Whose.
+        names: Tells which module call is running.
+        lifetimes: How long its tensors live by themselves.
+    """
+    meter = step.meter
     trace = meter.trace()
-    hooks = ProfilingHooks(names, trace, meter, ShardedUnits(module))
+    hooks = ProfilingHooks(names, trace, meter, ShardedUnits(step.module))
     names.listener = hooks.calls
-    gradients = _Gradients(module, trace)
+    gradients = _Gradients(step.module, trace)
     with trace, gradients:
-        with context(), hooks.active():
-            result = run()
+        with step.context(), hooks.active():
+            result = step.run()
         synchronize(meter.device)
         forward_events = trace.now
         forward_operators = len(trace.operators)
@@ -295,24 +324,13 @@ def _full_step(
             raise PlanError(_NO_LOSS)
         else:
             hooks.try_new_values()
-            backward(result)
+            step.backward(result)
         synchronize(meter.device)
     # The graph goes with the loss: what happens from here on is not part of the step.
     end = trace.now
     del result
     if asks_itself:
         hooks.found.offload_nothing()
-    storages = []
-    for name, span in hooks.found.memories:
-        unused = lifetimes.last_use(name, forward_operators)
-        freed = end if span.died is None else min(span.died, end)  # some go with the step itself
-        # The run without anything kept had other events; what both runs have in common are the
-        # operators, so their number is translated into an event of this run.
-        last_forward = trace.operators[unused - 1] if unused else None
-        # What outlives the step, as the graph of what the module keeps of it, is no activation: it is
-        # not in the curve, and to drop it would make no room there.
-        last_use = freed if last_forward is None or span.died is None else last_forward
-        storages.append(SavedStorage(span.num_bytes, last_use, freed))
     requests, saves = hooks.log.requests(end)
     # A call cannot be made again before it is over, and a replay gives each tensor once: neither
     # will do where backwards run within the forward or ask again.
@@ -320,7 +338,7 @@ def _full_step(
     codes = () if asks_itself or saves else hooks.calls.compiled()
     return Profile(
         values=tuple(hooks.found.values),
-        storages=tuple(storages),
+        storages=tuple(_storages(hooks, trace, partial(lifetimes.last_use, num_operators=forward_operators), end)),
         requests=tuple(requests),
         curve=tuple(trace.passing(gradients.allocations)[:end]),
         forward_events=forward_events,
@@ -334,3 +352,28 @@ def _full_step(
         holds=holds,
         codes=codes,
     )
+
+
+def _storages(
+    hooks: ProfilingHooks, trace: MemoryTrace, last_use: Callable[[str], int | None], end: int
+) -> list[SavedStorage]:
+    """The memory of what was saved, and until when the step would hold it by itself.
+
+    Args:
+        hooks: Have seen what was saved.
+        trace: Of the step.
+        last_use: The number of operators of the forward after which a value is let go.
+        end: The event with which the step ends.
+    """
+    storages = []
+    for name, span in hooks.found.memories:
+        unused = last_use(name)
+        freed = end if span.died is None else min(span.died, end)  # some go with the step itself
+        # The run without anything kept had other events; what both runs have in common are the
+        # operators, so their number is translated into an event of this run.
+        last_forward = trace.operators[unused - 1] if unused else None
+        # What outlives the step, as the graph of what the module keeps of it, is no activation: it is
+        # not in the curve, and to drop it would make no room there.
+        last_event = freed if last_forward is None or span.died is None else last_forward
+        storages.append(SavedStorage(span.num_bytes, last_event, freed))
+    return storages
