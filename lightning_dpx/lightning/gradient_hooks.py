@@ -96,6 +96,7 @@ class GradientHooks:
             is_first = False
             result = closure()
             step.reduce()  # those of earlier batches, if the last one of a window had no loss
+            replicas.state.parameters.follow_root()
             return result
 
         return run

@@ -251,22 +251,26 @@ def wrap_optimizer(optimizer: Any, strategy: Any) -> LightningOptimizer:
     return LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
 
 
-def precision_hooks(plugin: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What a precision plugin calls after a closure, and for clipping."""
-    return plugin._after_closure, plugin._clip_gradients
+def precision_hooks(plugin: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """What a precision plugin calls after a closure, for the hook that configures clipping, and to clip."""
+    return plugin._after_closure, plugin._clip_gradients, plugin.clip_gradients
 
 
-def set_precision_hooks(plugin: Any, after_closure: Callable[..., None], clip: Callable[..., None]) -> None:
+def set_precision_hooks(
+    plugin: Any, after_closure: Callable[..., None], configure: Callable[..., None], clip: Callable[..., None]
+) -> None:
     """Makes a precision plugin call these instead; :func:`reset_precision_hooks` gives it its own back."""
     # On the instance, in front of the class's own: to delete them is to have those back.
     plugin._after_closure = after_closure
-    plugin._clip_gradients = clip
+    plugin._clip_gradients = configure
+    plugin.clip_gradients = clip
 
 
 def reset_precision_hooks(plugin: Any) -> None:
     """The plugin calls its own again."""
     del plugin._after_closure
     del plugin._clip_gradients
+    del plugin.clip_gradients
 
 
 def look_up(cli: Any, config: Any, name: str) -> Any:

@@ -27,7 +27,8 @@ class RootGradients:
     def __init__(self, replicas: ReplicaSet, step: TrainingStep) -> None:
         self._replicas = replicas
         self._step = step
-        self._shown: list[Mark] = []
+        self._shown: list[Mark] = []  # the copies as they were made, or taken ...
+        self._of_owners: list[Mark] = []  # ... and what they were made of
         self.follow_replicas()
 
     def follow_replicas(self) -> None:
@@ -36,26 +37,30 @@ class RootGradients:
         self._pairs = [(root, owner) for root, owner in pairs if root is not owner]
         # Hooks may write parameters through .data, as the critic of a Wasserstein GAN does, and
         # no version tells.
-        self._replicas.state.parameters.unseen.is_watching = True
+        self._replicas.state.parameters.unseen.by_hooks = True
 
     @torch.no_grad()
     def show(self) -> None:
         """The user's module has all gradients."""
         for root, owner in self._pairs:
-            gradient = owner.grad
-            root.grad = None if gradient is None else gradient.detach().to(root.device, copy=True)
+            _copy_gradient(owner, root)
         self._shown = [Mark.of(root) for root, _ in self._pairs]
+        self._of_owners = [Mark.of(owner) for _, owner in self._pairs]
 
     @torch.no_grad()
     def take(self) -> None:
-        """The owners get those that were written since :meth:`show`."""
+        """The owners get those that were written since :meth:`show`; what was written on the owners is shown."""
         # There are no marks where nothing is shown, and then nothing is taken.
         for index, (mark, (root, owner)) in enumerate(zip(self._shown, self._pairs, strict=False)):
-            if mark.is_current(root):
+            if not mark.is_current(root):
+                _copy_gradient(root, owner)
+            elif not self._of_owners[index].is_current(owner):
+                # What works on an optimizer's parameters, as clipping does, writes there.
+                _copy_gradient(owner, root)
+            else:
                 continue
-            gradient = root.grad
-            owner.grad = None if gradient is None else gradient.detach().to(owner.device, copy=True)
             self._shown[index] = Mark.of(root)
+            self._of_owners[index] = Mark.of(owner)
 
     def hide(self) -> None:
         """Before the next backward, which would add to the copies."""
@@ -64,11 +69,12 @@ class RootGradients:
         for root, _ in self._pairs if self._shown else ():
             root.grad = None
         self._shown = []
+        self._of_owners = []
 
     @contextmanager
     def hooks_shown(self, wrapped: Any) -> Iterator[None]:
         """Round the hooks that ``wrapped``, a precision plugin, calls before a step, and round its clipping."""
-        after_closure, clip_gradients = precision_hooks(wrapped)
+        after_closure, configure_clipping, clip_gradients = precision_hooks(wrapped)
 
         # _after_closure calls the hooks before a step and then _clip_gradients, so the second runs
         # within the first.
@@ -83,12 +89,25 @@ class RootGradients:
             self.take()
             # Hooks before the step have run by now. Parameters that they wrote reach the owners
             # before these step.
-            self._replicas.state.parameters.follow_hooks()
+            self._replicas.state.parameters.follow_root()
             self.show()
-            clip_gradients(*args, **kwargs)
+            configure_clipping(*args, **kwargs)
 
-        set_precision_hooks(wrapped, with_hooks, with_clipping)
+        # Called by a hook, as self.clip_gradients(optimizer): it clips what the hook has written so
+        # far, which must not be taken afterwards, and the hook may look at what it left.
+        def with_owners(*args: Any, **kwargs: Any) -> None:
+            self.take()
+            clip_gradients(*args, **kwargs)
+            self.take()
+
+        set_precision_hooks(wrapped, with_hooks, with_clipping, with_owners)
         try:
             yield
         finally:
             reset_precision_hooks(wrapped)
+
+
+def _copy_gradient(source: torch.Tensor, target: torch.Tensor) -> None:
+    """The gradient of ``source``, on the device of ``target``, as the one of that."""
+    gradient = source.grad
+    target.grad = None if gradient is None else gradient.detach().to(target.device, copy=True)

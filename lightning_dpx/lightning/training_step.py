@@ -78,6 +78,8 @@ class TrainingFlow:
             outputs = self._run_alone(slices[0], args, kwargs)
         else:
             session.replicas.claim_cores()
+            # With the whole batch a step may write parameters, as on one device, also where others own them.
+            session.replicas.state.parameters.unseen.by_step = session.step.has_other_owners and len(slices) == 1
             forward = session.memory.guarded(self.forward)
             try:
                 outputs = forward(slices, args, kwargs)

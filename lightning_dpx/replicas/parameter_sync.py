@@ -53,7 +53,7 @@ class ParameterSync:
         primaries: Those with parameters of their own, which micro-batches share.
 
     Attributes:
-        unseen: Writes without a trace to the user's module by hooks, where other replicas own parameters.
+        unseen: Writes without a trace to the user's module, where other replicas own parameters.
     """
 
     def __init__(self, replicas: Sequence[Replica], primaries: Sequence[Replica]) -> None:
@@ -99,8 +99,8 @@ class ParameterSync:
         self._note(owned, list(map(version_counter, owned)))
         self.unseen.begin(owned)
 
-    def follow_hooks(self) -> None:
-        """Hooks may have written the user's parameters: with other owners, these get the values before they step."""
+    def follow_root(self) -> None:
+        """A step or hooks may have written the user's parameters: other owners get the values before they step."""
         if self._owners and (self.changes_known or self.unseen.are_in(self._root.parameters)):
             self.mark_changed()
             self.synchronize()

@@ -55,14 +55,16 @@ class SharedWrites:
 
 
 class UnseenWrites:
-    """Notices that hooks wrote the user's parameters without a trace, by the bits of all of them.
+    """Notices that the user's parameters were written without a trace, by the bits of all of them.
 
     Attributes:
-        is_watching: Whether there are such hooks, beside owners that would not get what they wrote.
+        by_hooks: Whether there are hooks that may do so, beside owners that would not get what they wrote.
+        by_step: Whether the coming step may do so: one that has the whole batch, beside such owners.
     """
 
     def __init__(self) -> None:
-        self.is_watching: bool = False
+        self.by_hooks: bool = False
+        self.by_step: bool = False
         self._sums: list[int] = []
 
     @property
@@ -72,7 +74,7 @@ class UnseenWrites:
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """The parameters are as they are meant to be."""
-        self._sums = checksums(parameters) if self.is_watching else []
+        self._sums = checksums(parameters) if self.by_hooks or self.by_step else []
 
     def are_in(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the parameters have other bits than at :meth:`begin`."""

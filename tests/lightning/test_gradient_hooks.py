@@ -43,6 +43,25 @@ class ClipsByConfiguration(Hooked):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class ClipsByLightning(Hooked):
+    """Lightning clips the optimizer's parameters, in the middle of what the hook does by itself."""
+
+    def note(self, name: str) -> None:
+        norms = [parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]
+        if norms:
+            self.trainer.callback_metrics[name] = torch.stack([norm.cpu() for norm in norms]).norm()
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(0.1)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.note("clipped")
+        self.net[0].weight.grad.mul_(0.5)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("before zero_grad")
+
+
 class ClipsAndIsClipped(Hooked):
     """By the hook first, then by the trainer."""
 
@@ -146,8 +165,8 @@ class Halves(Callback):
 
 
 KINDS = [
-    ClipsBeforeStep, ClipsByConfiguration, ClipsAndIsClipped, ClipsAfterBackward, LogsNorms, ForgetsOne, StepsItself,
-    ClampsWeights, ClampsBeforeStep, OwnBackward, WithSAM, WithLookAhead,
+    ClipsBeforeStep, ClipsByConfiguration, ClipsByLightning, ClipsAndIsClipped, ClipsAfterBackward, LogsNorms,
+    ForgetsOne, StepsItself, ClampsWeights, ClampsBeforeStep, OwnBackward, WithSAM, WithLookAhead,
 ]  # fmt: skip
 
 

@@ -1,8 +1,15 @@
 """Optimizers follow their parameters to other copies of them."""
 
-import torch
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
 from lightning_dpx.lightning.owners import move_optimizers
+from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, run
 
 
 def test_groups_and_state_go_to_the_other_copies_and_counters_stay_on_the_host() -> None:
@@ -20,3 +27,43 @@ def test_groups_and_state_go_to_the_other_copies_and_counters_stay_on_the_host()
     theirs.grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[theirs]["step"] == 2
+
+
+class FollowsInStep(Classifier):
+    """A slow copy of the network follows it within the step, as the key encoder of MoCo does."""
+
+    leaves_a_trace = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 3).requires_grad_(False)
+        self.fast = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for mine, slow in zip(self.fast.parameters(), self.slow.parameters(), strict=True):
+                if self.leaves_a_trace:
+                    slow.mul_(0.9).add_(mine, alpha=0.1)
+                else:
+                    slow.data = slow.data * 0.9 + mine.data * 0.1
+        return F.cross_entropy(self.fast(batch[0]) + self.slow(batch[0]) + self.net(batch[0]), batch[1])
+
+
+class FollowsInStepByHand(StepsByHand, FollowsInStep):
+    pass
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize("leaves_a_trace", [False, True])
+@pytest.mark.parametrize(("kind", "window"), [(FollowsInStep, 1), (FollowsInStep, 2), (FollowsInStepByHand, 1)])
+@pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")
+def test_parameters_that_a_step_with_the_whole_batch_writes_reach_the_owners(
+    kind: type[FollowsInStep], window: int, leaves_a_trace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FollowsInStep, "leaves_a_trace", leaves_a_trace)
+
+    def trained(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return run(kind(), make_loader(21), accumulate_grad_batches=window, **options)
+
+    assert_equal(trained(strategy=dpx.DPXStrategy("colocate", execution="inline"), devices=3), trained())

@@ -1,5 +1,6 @@
 """Which parameter was written since a forward began, and which bits are other ones."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,12 +35,13 @@ def test_one_replica_shares_its_memory_with_none() -> None:
     assert writes.find() is None
 
 
-def test_hooks_are_watched_only_where_it_was_asked() -> None:
+@pytest.mark.parametrize("who", ["by_hooks", "by_step"])
+def test_hooks_and_steps_are_watched_only_where_it_was_asked(who: str) -> None:
     weight = torch.zeros(3)
     writes = UnseenWrites()
     writes.begin([weight])
     assert not writes.has_begun
-    writes.is_watching = True
+    setattr(writes, who, True)
     writes.begin([weight])
     assert not writes.are_in([weight])
     weight.data[1] = 2
