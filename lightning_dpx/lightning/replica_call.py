@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -35,6 +36,7 @@ class ReplicaCall:
         "_changes_settings_once",
         "_checks_loss",
         "_draws",
+        "_key",
         "_kwargs",
         "_logs",
         "_logs_at_once",
@@ -56,6 +58,7 @@ class ReplicaCall:
     ) -> None:
         self._session = session
         self._name = name
+        self._key = name, dataloader_idx
         self._args = args
         self._kwargs = kwargs
         self._checks_loss = checks_loss
@@ -124,7 +127,9 @@ class ReplicaCall:
             if watch is not None and seen is not None and len(slices) > 1 and watch.has_drawn(seen):
                 rules.note_first_draws()
             if rules.seen is not None:
-                state.unseen.begin(rules.note_changed, rules.seen_attributes)
+                known = rules.seen_attributes
+                note = partial(session.rehearsals.note_changed, self._key, rules.batch, known)
+                state.unseen.begin(note, known)
             state.collect([batch_slice.replica for batch_slice in slices])
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
         # Only after the replay, which asks which logged values are those of the

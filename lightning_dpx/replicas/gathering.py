@@ -62,6 +62,10 @@ class MergeRules:
         is_outdated: Whether one of those has got another value since, or there is a value that no rehearsal has seen.
         seen: Paths of all values that rehearsals have seen; ``None`` where there was none.
         news: Paths of values that have come up since, or are numbers no longer.
+        unchecked: Those of them that no later rehearsal has seen: what a step does now and then, such as a second loss
+            in every fifth batch.
+        batch: The number of the batch that is under way.
+        did_more_in: That of the last batch in which a step did what no rehearsal has seen.
     """
 
     outputs: dict[str, Rule] = field(default_factory=dict)
@@ -71,6 +75,9 @@ class MergeRules:
     is_outdated: bool = False
     seen: frozenset[str] | None = None
     news: set[str] = field(default_factory=set)
+    unchecked: frozenset[str] = frozenset()
+    batch: int = 0
+    did_more_in: int = 0
     same_batch_sizes: set[str] = field(default_factory=set)
     buffers: dict[str, BufferRule] = field(default_factory=dict)
     appended: dict[ListPlace, int] = field(default_factory=dict)
@@ -127,6 +134,8 @@ class MergeRules:
         if is_new and len(parts) > 1 and any(part is not None for part in parts):
             self.news.add(path)
             self.is_outdated = True
+        if len(parts) > 1 and (is_new or path in self.unchecked):
+            self.did_more_in = self.batch
         # Zeros fit every rule. The first other number is what a rehearsal can decide by.
         if path in self.undecided and any(map(_is_nonzero, parts)):
             self.is_outdated = True
@@ -224,13 +233,16 @@ class MergeRules:
         self.news.add("random draws")
         self.is_outdated = True
 
-    def note_changed(self, paths: set[str]) -> None:
-        """A step has changed attributes, on other replicas than the first one."""
-        unseen = paths - self.seen_attributes
-        if not unseen:
-            return
+    def note_changed(self, unseen: set[str], batch: int) -> None:
+        """A step has changed attributes, on other replicas than the first one, that no rehearsal had seen change.
+
+        Args:
+            unseen: Their paths.
+            batch: The number of its batch.
+        """
         self.news.update(f"self.{path}" for path in unseen)
         self.is_outdated = True
+        self.did_more_in = batch
         self.times_unseen.update(unseen)
         often = sorted(path for path in unseen if self.times_unseen[path] == _TOO_OFTEN)
         if often:

@@ -19,6 +19,7 @@ from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
+from lightning_dpx.lightning.rehearsal.recurrence import Recurrence
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
@@ -50,6 +51,7 @@ class Rehearsals:
         self._again: dict[Key, int] = {}  # how often a stage was rehearsed again
         self._least_rows: dict[Key, int] = {}  # of a slice, where a few rows were too few for the step
         self._spot_checks = SpotChecks()
+        self._recurrences: dict[Key, Recurrence] = {}
         # Not emptied by forget: a second fit of the same strategy need not say the same again.
         self._said: set[str] = set()
         self._agreed = False
@@ -62,6 +64,7 @@ class Rehearsals:
         self._again.clear()
         self._least_rows.clear()
         self._spot_checks.forget()
+        self._recurrences.clear()
         self._agreed = False
 
     def reopen(self, name: str) -> None:
@@ -101,6 +104,7 @@ class Rehearsals:
         idx = args[2] if name != "training_step" and len(args) > 2 else 0
         key = name, idx
         # By loader: each may give batches of another kind, which a step treats by dataloader_idx.
+        self._follow_recurrence(key)
         is_open = key not in self._done or self._is_outdated(key)
         rehearses = is_open and len(slices) > 1 and self._verify != "off"
         if rehearses:
@@ -130,7 +134,34 @@ class Rehearsals:
 
     def _is_outdated(self, key: Key) -> bool:
         """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""
-        return key in self._rules and self._rules[key].is_outdated and self._again.get(key, 0) < _AT_MOST
+        rules = self._rules.get(key)
+        if rules is None:
+            return False
+        if rules.unchecked and self._recurrences[key].is_expected:
+            return True
+        return rules.is_outdated and self._again.get(key, 0) < _AT_MOST
+
+    def _follow_recurrence(self, key: Key) -> None:
+        """Another batch: notes where the step has done what no rehearsal has seen."""
+        recurrence = self._recurrences.setdefault(key, Recurrence())
+        rules = self._rules.get(key)
+        number = recurrence.begin_batch(0 if rules is None else rules.did_more_in)
+        if rules is not None:
+            rules.batch = number
+
+    def note_changed(self, key: Key, batch: int, known: set[str], paths: set[str]) -> None:
+        """A step has changed attributes, on other replicas than the first one.
+
+        Args:
+            key: The name of the step, and the index of its loader.
+            batch: The number of its batch.
+            known: The attributes that rehearsals had seen change by then.
+            paths: What it has changed.
+        """
+        # Told before the next step, which may have been rehearsed anew by then, and seen to do so.
+        unseen = paths - known
+        if unseen:
+            self.rules(*key).note_changed(unseen, batch)
 
     def _agree(self) -> None:
         """Lets all processes take the loss for a sum if one of them saw that it is."""
@@ -152,10 +183,16 @@ class Rehearsals:
         with code_iterators_guarded(self._strategy.lightning_module, requested), uncompiled():
             yield Rehearsal(self._strategy, call, loss_reduction, requested)
 
-    def _rehearse(self, call: Call) -> None:
+    def _rehearse(self, call: Call, fresh: frozenset[str] = frozenset()) -> None:
+        """Finds out how a step is put together.
+
+        Args:
+            call: Of the step.
+            fresh: Paths of what it does that no rehearsal has seen before.
+        """
         before = self.rules(call.name, call.dataloader_idx)
         before.is_outdated = False
-        news = self._take_news(call.name, before)
+        news = self._take_news(call.name, before) | before.unchecked | fresh
         found = self._try(call)
         if found is not None:
             self._follow(call, *found, before, news)
@@ -252,6 +289,13 @@ class Rehearsals:
         except NotRehearsed as reason:
             self._say(f"dpx: {call.name}, checked before, could not be looked at again: {reason}")
             return False
+        fresh = frozenset((outcome.findings.keys() | outcome.logged.keys()) - (rules.seen or frozenset()))
+        if fresh and self._again[key] < _AT_MOST:
+            # What the step does for the first time in this batch is judged before it does so: in the real step
+            # it would come together by types, and the next batch may not have it.
+            self._again[key] += 1
+            self._rehearse(call, fresh)
+            return True
         comparison = outcome.comparison
         # What was told once is not told again at batches 2, 4, 8 and so on.
         comparison.differences = self._spot_checks.news(key, comparison.differences)
@@ -419,7 +463,11 @@ class Rehearsals:
             if all(one.rules for one in found_at(place, findings)):
                 known.appended[place] = number
         known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
+        attributes = {f"self.{path}" for path in known.seen_attributes}
+        known.unchecked = frozenset(news - attributes - outcome.findings.keys() - outcome.logged.keys())
         known.times_unseen = self._rules[key].times_unseen
+        known.batch = self._rules[key].batch
+        known.did_more_in = self._rules[key].did_more_in
         known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
         known.disjoint = {path for path in known.rebound if CHANGES in findings[f"self.{path}"].rules}
         if known.undecided and self._again[key] == _AT_MOST:

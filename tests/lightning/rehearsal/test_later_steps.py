@@ -420,3 +420,59 @@ def test_slices_that_do_not_agree_on_what_to_do_begin_their_step_anew_as_one_bat
     found, said = fitted(Branches, devices, **options)
     assert WHOLE in said
     assert found == fitted(Branches)[0]
+
+
+class NowAndThen(Model):
+    """Every so many batches it does more than in the first one."""
+
+    every = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+        self.rows: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if batch_idx % self.every == self.every - 1:
+            self.history.append(loss.item())
+            self.log("rows", float(len(batch[0])))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self.every == self.every - 1:
+            self.rows.append(float(self.trainer.callback_metrics["rows"]))
+
+
+class InTheSecond(NowAndThen):
+    """As a GAN that trains its generator in every second batch."""
+
+    every = 2
+
+
+class InTheFifth(NowAndThen):
+    """As a GAN whose critic takes five steps for one of its generator."""
+
+    every = 5
+
+
+@pytest.mark.parametrize(("kind", "unchecked"), [(InTheSecond, 0), (InTheFifth, 1)])
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+@pytest.mark.filterwarnings("ignore:The training_step writes Python state that its replicas share")
+def test_what_a_step_does_in_every_so_many_batches_is_checked_in_one_of_them(
+    kind: type[NowAndThen], unchecked: int, options: Any, devices: int
+) -> None:
+    def run(**options: Any) -> NowAndThen:
+        torch.manual_seed(0)
+        model = kind()
+        make_trainer(max_epochs=1, **options).fit(model, make_loader(20 * ROWS, ROWS))
+        return model
+
+    ours = run(strategy=dpx.DPXStrategy(**options), devices=devices)
+    theirs = run()
+    # The first such batch in which nobody looks is put together by types.
+    assert ours.rows[unchecked:] == theirs.rows[unchecked:]
+    number = len(theirs.history) - unchecked
+    assert ours.history[-number:] == pytest.approx(theirs.history[-number:], rel=1e-5)
+    if not unchecked:
+        assert len(ours.history) == len(theirs.history)
