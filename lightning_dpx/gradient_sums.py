@@ -61,6 +61,8 @@ class GradientSums:
         processes: Likewise.
         has_other_owners: Whether replicas beside the first own parameters.
         overlapped: Sends buckets while backward still runs; ``None`` where nothing travels, or not so early.
+        memory_of_first: Addresses of parameters that only the first replica may own, as an optimizer writes their
+            memory on it by way of another tensor.
 
     Raises:
         ConfigurationError: the reducer is not known, or cannot work between these devices.
@@ -78,6 +80,7 @@ class GradientSums:
         self._communication_dtype = communication_dtype
         self._gradient_buckets = gradient_buckets
         self.processes = processes
+        self.memory_of_first: set[int] = set()
         self._reducer = make_reducer(reducer, replicas.devices, communication_dtype)
         self.follow_replicas()
 
@@ -85,7 +88,12 @@ class GradientSums:
         """The replicas, or the reducer, are others than before: owners and buckets are chosen anew."""
         parameters = [replica.parameters for replica in self._replicas.primaries]
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
-        self._owners = self._reducer.owners([parameter.numel() for parameter in parameters[0]])
+        owners = list(self._reducer.owners([parameter.numel() for parameter in parameters[0]]))
+        if self.memory_of_first:
+            for index, parameter in enumerate(parameters[0]):
+                if parameter.data_ptr() in self.memory_of_first:
+                    owners[index] = 0
+        self._owners = owners
         self._replicas.state.parameters.set_owners(self._owners)
         self.has_other_owners: bool = any(self._owners)
         several_devices = len(self._reducer.distinct_devices) > 1

@@ -1,6 +1,6 @@
 """Optimizers follow their parameters to other copies of them: to their owners, or back to the user's module."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,32 @@ def move_optimizers(optimizers: Sequence[Optimizer], counterparts: Mapping[Any, 
             other = counterparts.get(parameter, parameter)
             if other is not parameter:
                 optimizer.state[other] = _moved(optimizer.state.pop(parameter), parameter.device, other.device)
+
+
+def memory_of_dropped(
+    optimizers: Sequence[Optimizer],
+    counterparts: Mapping[Any, torch.nn.Parameter],
+    parameters: Iterable[torch.nn.Parameter],
+) -> set[int]:
+    """Addresses of what optimizers hold beside the module's parameters.
+
+    A parametrization, such as weight norm, puts a new parameter into the memory of the old one. The optimizer still
+    steps the old one by a gradient that it got before, and on one device that moves the new one, too.
+
+    Args:
+        optimizers: The user's optimizers.
+        counterparts: By the parameter that an optimizer holds, that of the user's module.
+        parameters: Those that the user's module has by now.
+    """
+    known = {id(parameter) for parameter in parameters}
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for held in group["params"]:
+                parameter = counterparts.get(held, held)
+                if id(parameter) not in known:
+                    found.add(parameter.data_ptr())
+    return found
 
 
 def _moved(state: Any, source: torch.device, target: torch.device) -> Any:

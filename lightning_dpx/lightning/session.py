@@ -24,7 +24,13 @@ from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batches import MicroBatchSteps
 from lightning_dpx.lightning.optimizer_settings import OptimizerSettings
 from lightning_dpx.lightning.options import StrategyOptions
-from lightning_dpx.lightning.owners import begin_optimizers, load_states, move_optimizers, optimize_owners
+from lightning_dpx.lightning.owners import (
+    begin_optimizers,
+    load_states,
+    memory_of_dropped,
+    move_optimizers,
+    optimize_owners,
+)
 from lightning_dpx.lightning.rehearsal.rehearsals import Rehearsals
 from lightning_dpx.lightning.run import Run
 from lightning_dpx.lightning.slices import Slices
@@ -218,6 +224,7 @@ class Session(Run):
         manual = self.training.manual
         if manual is not None:
             manual.gradients.take_from_hooks()
+        step.sums.memory_of_first = memory_of_dropped(optimizers, homes, replicas.root.module.parameters())
         try:
             with torch.inference_mode(False):  # also in an evaluation: they are written to after it
                 step.remake_replicas()
@@ -225,6 +232,8 @@ class Session(Run):
             device = self.strategy.root_device
             rank_zero_warn(f"dpx: everything runs on {device} from here on, the other devices idle: {error}")
             move_optimizers(optimizers, homes)
+            # The closure of the optimizer that runs this step still follows the owners.
+            replicas.state.parameters.set_owners(())
             replicas.close()
             self.strategy.session = self.strategy.one_device
             return False

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.owners import move_optimizers
-from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, run
+from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, run, seeded
 
 
 def test_groups_and_state_go_to_the_other_copies_and_counters_stay_on_the_host() -> None:
@@ -65,5 +67,27 @@ def test_parameters_that_a_step_with_the_whole_batch_writes_reach_the_owners(
     def trained(**options: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         return run(kind(), make_loader(21), accumulate_grad_batches=window, **options)
+
+    assert_equal(trained(strategy=dpx.DPXStrategy("colocate", execution="inline"), devices=3), trained())
+
+
+class Normalizes(Callback):
+    """Weight norm keeps the memory of the weight, which the optimizer steps once more by what it has accumulated."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.current_epoch == 0:
+            for index in (0, 2):
+                weight_norm(pl_module.net[index])
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_weights_that_are_parametrized_in_the_middle_of_a_window_are_those_of_one_device(
+    optimizer: str, window: int
+) -> None:
+    def trained(**options: Any) -> dict[str, torch.Tensor]:
+        model = seeded(optimizer=optimizer)
+        return run(model, make_loader(32, 8), accumulate_grad_batches=window, callbacks=[Normalizes()], **options)
 
     assert_equal(trained(strategy=dpx.DPXStrategy("colocate", execution="inline"), devices=3), trained())
