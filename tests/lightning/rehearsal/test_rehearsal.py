@@ -1485,6 +1485,12 @@ def test_batches_stay_whole_where_slices_cannot_give_a_buffer_that_steps_use(fit
     assert_equal(seen.values, fitted(Spread).values)
 
 
+def test_a_count_of_rows_adds_up_where_every_slice_has_one(hardware, fitted) -> None:
+    seen = fitted(Averages, 3, batch_size=3)
+    assert not seen.warned
+    assert_equal(seen.values, fitted(Averages, batch_size=3).values)
+
+
 def test_a_mean_of_buffers_that_was_asked_for_stays_one(fitted) -> None:
     seen = fitted(Averages, 2, buffers="mean", batch_size=16)
     torch.testing.assert_close(seen.values["center"], fitted(Averages, batch_size=16).values["center"])

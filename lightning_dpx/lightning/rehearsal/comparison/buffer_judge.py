@@ -42,8 +42,11 @@ class BufferJudge:
             return "first"
         largest = value("max")
         smallest = value("min")
-        if largest is not None and smallest is not None and torch.equal(largest, smallest):
-            return "first"  # all slices have the same
+        are_alike = largest is not None and smallest is not None and torch.equal(largest, smallest)
+        # All slices have the same, and so has one device. Otherwise what they have adds up, as a count of rows does
+        # where each slice has one.
+        if are_alike and self._reproduces(whole, value("first")):
+            return "first"
         # Where they differ, the first one's is the whole batch's by chance: its rows may have the largest of all.
         fitting = [rule for rule in _RULES if self._reproduces(whole, value(rule))]
         self.fitting[name] = fitting
