@@ -19,6 +19,7 @@ from torch.optim import LBFGS
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.lightning.lightning_api import LightningModule
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice, MergeRules, children_of, rebuild, weights_of
 from lightning_dpx.replicas.containers import PLAIN
 from lightning_dpx.replicas.slicers import slicer_of
@@ -330,7 +331,7 @@ def _contents(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
     elif id(node) not in seen:
         seen.add(id(node))
         yield node
-        own = getattr(node, "__dict__", None)
+        own = own_attributes(node)
         if isinstance(node, list | tuple):
             yield len(node), None
             for value in node:

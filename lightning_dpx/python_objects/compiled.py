@@ -43,7 +43,13 @@ def _compiled_methods(module: nn.Module) -> list[str]:
     if isinstance(module, OptimizedModule):
         return []
     own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
-    return [name for name, value in own if callable(value) and _MARK in getattr(value, "__dict__", ())]
+    return [name for name, value in own if callable(value) and _is_marked(value)]
+
+
+def _is_marked(value: Any) -> bool:
+    # A bound method answers with the attributes of its function; what is no dict is somebody else's answer.
+    held = getattr(value, "__dict__", None)
+    return isinstance(held, dict) and _MARK in held
 
 
 def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dpx.python_objects.object_graph import content_of, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.torch_compat import key_of
 
 _MOST_OBJECTS = 100_000
@@ -237,8 +238,8 @@ class Digest:
             found += self._items(value, sorted(value, key=repr) if all(isinstance(x, _ATOMS) for x in value) else [])
         if not is_installed(type(value).__module__):
             found.append(type(value))
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        attributes = own_attributes(value)
+        if attributes is not None:
             found += [each for key in sorted(attributes, key=str) for each in (key, attributes[key])]
         for kind in type(value).__mro__:
             for slot in vars(kind).values():

@@ -36,6 +36,7 @@ from torch import nn
 
 from lightning_dpx.python_objects.object_graph import ATOMS, content_of, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
 from lightning_dpx.python_objects.reachable import globals_of, is_plain_function
 from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket, version_counter
@@ -346,10 +347,10 @@ class ObjectState:
         elif isinstance(value, tuple | frozenset):
             self._wait_for(path, value)
         slots = _slots_of(value)
-        if slots or getattr(value, "__dict__", None) is not None:
+        own = own_attributes(value)
+        if slots or own is not None:
             self._entries.append(_Entry(path, value, _fields, _write_fields))
-            own = getattr(value, "__dict__", {})
-            self._waiting += [(f"{path}.{key}", one) for key, one in own.items()]
+            self._waiting += [(f"{path}.{key}", one) for key, one in (own or {}).items()]
             self._wait_for(path, [slot.__get__(value) for slot in slots if _is_set(slot, value)])
         if self._follow_code:
             self._add_class(type(value))
@@ -579,7 +580,7 @@ def _container(value: Any) -> type:
 
 
 def _fields(value: Any) -> tuple[Any, ...]:
-    held: dict[str, Any] = getattr(value, "__dict__", {})
+    held = own_attributes(value) or {}
     slots = [slot.__get__(value) if _is_set(slot, value) else _MISSING for slot in _slots_of(value)]
     return (*slots, *held, *held.values())
 
@@ -592,9 +593,10 @@ def _write_fields(value: Any, held: tuple[Any, ...]) -> None:
         elif _is_set(slot, value):
             slot.__delete__(value)
     rest = held[len(slots) :]
-    if hasattr(value, "__dict__"):
-        vars(value).clear()
-        vars(value).update(_as_dict(rest))
+    own = own_attributes(value)
+    if own is not None:
+        own.clear()
+        own.update(_as_dict(rest))
 
 
 def _is_set(slot: Any, value: Any) -> bool:

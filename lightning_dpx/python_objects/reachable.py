@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dpx.python_objects.object_graph import may_hold, pairs_of
 from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
+from lightning_dpx.python_objects.own_attributes import own_attributes
 
 _MAX_OBJECTS = 20_000
 _MAX_FUNCTIONS = 1_000
@@ -107,7 +108,7 @@ class _Search:
             self._add_module(step, value)
             self._add_class(type(value))
         elif not kind.is_library and not isinstance(value, Dataset | DataLoader):
-            for key, item in list(getattr(value, "__dict__", {}).items()):
+            for key, item in list((own_attributes(value) or {}).items()):
                 self._add((step, "attribute", key), item)
             self._add_class(type(value))
 

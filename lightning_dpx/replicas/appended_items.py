@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.origin import is_library, runs_steps
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas.mirrors import has_attributes
 from lightning_dpx.torch_compat import tree_map_only
 
@@ -263,4 +264,5 @@ def _item(value: Any, key: Hashable) -> Any:
         if isinstance(key, int) and key < len(value):
             return value[key]
         return None
-    return getattr(value, "__dict__", {}).get(key)
+    held: Mapping[Any, Any] = own_attributes(value) or {}
+    return held.get(key)

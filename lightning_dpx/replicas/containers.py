@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lightning_dpx.errors import SliceError
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.torch_compat import pytree
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -130,7 +131,7 @@ def _attribute_names(node: Any) -> list[str] | None:
     else:
         return None
     present = [name for name in declared if hasattr(node, name)]  # a field with init=False may not be set
-    return list(dict.fromkeys([*present, *getattr(node, "__dict__", ())]))
+    return list(dict.fromkeys([*present, *(own_attributes(node) or ())]))
 
 
 def rebuild(node: Any, parts: Sequence[Any]) -> Any:

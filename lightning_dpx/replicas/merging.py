@@ -17,6 +17,7 @@ import torch
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.python_objects.object_state import slot_contents
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas.containers import children_of, members_of, rebuild
 from lightning_dpx.replicas.tolerance import Tolerance, difference
 
@@ -390,7 +391,7 @@ def is_same_object(one: Any, two: Any, tolerance: Tolerance, within: frozenset[t
 
 def _attributes_of(value: Any) -> dict[str, Any]:
     """What an object holds in its ``__dict__`` and in slots, by name."""
-    return {**dict(slot_contents(value)), **getattr(value, "__dict__", {})}
+    return {**dict(slot_contents(value)), **(own_attributes(value) or {})}
 
 
 def compare_trees(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.object_graph import MUTABLE
+from lightning_dpx.python_objects.own_attributes import own_attributes
 
 Translate = Callable[[Any], Any]
 Attribute = tuple[int, str]  # a submodule's place, and the name of the attribute
@@ -52,7 +53,7 @@ def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
 
 def has_attributes(value: Any) -> bool:
     """Whether ``value`` is an object of a user's class whose attributes may change."""
-    return hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE)
+    return own_attributes(value) is not None and not isinstance(value, _WITHOUT_STATE)
 
 
 def make_mirror(source: Any) -> "Mirror":

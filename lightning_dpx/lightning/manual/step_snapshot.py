@@ -20,6 +20,7 @@ from lightning_dpx.devices import RandomStates, is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
 from lightning_dpx.lightning.manual.shared_gradients import Mark
 from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import GeneratorStates
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
 from lightning_dpx.torch_compat import version_counter
@@ -105,7 +106,7 @@ class StepSnapshot:
                 self._keep_content(value)
                 waiting.extend(value)
                 waiting.extend(value.values() if isinstance(value, dict) else ())
-            elif hasattr(value, "__dict__"):
+            elif own_attributes(value) is not None:
                 self._seen[id(value)] = value
                 # An object's attributes are a dict, which is kept and refilled like any other.
                 waiting.append(vars(value))

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.reachable import places_of_code, reachable
 from lightning_dpx.torch_compat import version_counter
 from lightning_dpx.units import MIB
@@ -255,7 +256,7 @@ def _objects_of(trainer: Any, module: nn.Module) -> dict[str, Any]:
     for path, owner in found:
         for own_path, own in _unwrapped(path, owner):
             # Lightning's own callbacks, such as the progress bar, are not called in a rehearsal.
-            if own is not None and hasattr(own, "__dict__") and not is_library(type(own)):
+            if own_attributes(own) is not None and not is_library(type(own)):
                 owners.setdefault(id(own), (own_path, own))
     return dict(owners.values())
 

@@ -14,6 +14,7 @@ from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
 
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
@@ -137,7 +138,7 @@ class _Freezer:
             is_plain = all(isinstance(item, str | int | float | tuple) for item in value)
             return sorted(map(repr, value)) if is_plain else None
         # Submodules are looked at by their own names, and functions have no state to compare.
-        if isinstance(value, torch.nn.Module) or callable(value) or not hasattr(value, "__dict__"):
+        if isinstance(value, torch.nn.Module) or callable(value) or own_attributes(value) is None:
             return type(value).__name__
         # Lightning and this package lead to all of a run, such as by a Trainer.
         if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
@@ -175,7 +176,7 @@ def _is_large(value: Any) -> bool:
 def _is_foreign(value: Any) -> bool:
     if isinstance(value, list | tuple | deque | dict | set | frozenset | torch.Tensor):
         return False
-    return hasattr(value, "__dict__") and is_installed(type(value).__module__)
+    return own_attributes(value) is not None and is_installed(type(value).__module__)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

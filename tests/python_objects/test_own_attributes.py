@@ -1,0 +1,63 @@
+"""Objects that answer every name have no attributes beside those that they hold."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.python_objects.own_attributes import own_attributes
+from tests.conftest import Classifier, assert_equal, run, strategy_in
+
+
+class AnswersAll:
+    """As the wrapper of a foreign library, or what stands for a remote object: every name is a function."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__dict__":
+            raise AttributeError(name)
+        return AnswersAll(name)
+
+    def __call__(self) -> str:
+        return self._name
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.size = 3
+
+
+def test_only_what_an_object_holds_counts() -> None:
+    assert own_attributes(Plain()) == {"size": 3}
+    assert own_attributes(AnswersAll()) is None
+    assert own_attributes(3) is None
+    assert own_attributes(Plain) is None, "of a class it is no dict"
+    module = nn.Linear(1, 1)
+    assert own_attributes(module) is vars(module)
+
+
+LIBRARY = AnswersAll()
+
+
+class Calls(Classifier):
+    """Names such an object in its code, and holds one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.library = AnswersAll()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert LIBRARY.version() == self.library.version() == "version"
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_a_module_that_uses_one_trains_as_on_one_device(execution: str) -> None:
+    assert_equal(run(Calls(), strategy=strategy_in(execution, verify="warn"), devices=2), run(Calls()))
