@@ -417,13 +417,17 @@ class AppliedPlan:
             # well, and also where forward raises, so that no thread is left inside.
             root = _RootHooks(self)
             self._handles = [
-                module.register_forward_pre_hook(root, prepend=True),
+                module.register_forward_pre_hook(root, prepend=True, with_kwargs=True),
                 module.register_forward_hook(root.leave, always_call=True),
             ]
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """What runs in here follows the plan; within itself it does nothing more."""
+    def active(self, inputs: Any = ()) -> Iterator[None]:
+        """What runs in here follows the plan; within itself it does nothing more.
+
+        Args:
+            inputs: What it takes, where that is known: tensors, or what has some in it.
+        """
         # A module that calls itself is in here already.
         nothing = self.values is None and self._replays is None
         if nothing or getattr(self._local, "active", False) or not _saves_for_hooks():
@@ -438,7 +442,7 @@ class AppliedPlan:
         self._local.active = True
         try:
             with (
-                nullcontext() if self.values is None else self.values.active(),
+                nullcontext() if self.values is None else self.values.active(_tensors_in(inputs)),
                 nullcontext() if self._replays is None else self._replays.active(),
             ):
                 yield
@@ -475,8 +479,8 @@ class AppliedPlan:
                 stacklevel=2,
             )
 
-    def enter(self) -> None:
-        """A forward of the root begins."""
+    def enter(self, inputs: Any) -> None:
+        """A forward of the root begins, with these inputs."""
         # A hook has no block to put a context round: it is entered here, and closed by the other
         # hook. The root may be called within itself, so there is a list of them.
         stack = ExitStack()
@@ -484,7 +488,7 @@ class AppliedPlan:
             self._local.entered = []
         # First, as the other hook takes the last one off also where this one has failed.
         self._local.entered.append(stack)
-        stack.enter_context(self.active())
+        stack.enter_context(self.active(inputs))
 
     def leave(self) -> None:
         """A forward of the root is over."""
@@ -532,6 +536,10 @@ def _saves_for_hooks() -> bool:
     return innermost_transform() is None
 
 
+def _tensors_in(inputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+
 class _RootHooks:
     """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
@@ -541,9 +549,9 @@ class _RootHooks:
     def __reduce__(self) -> tuple[Any, ...]:
         return _RootHooks, (None,)
 
-    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._applied is not None:
-            self._applied.enter()
+            self._applied.enter((args, kwargs))
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         if self._applied is not None:

@@ -17,7 +17,7 @@ All this runs for every saved tensor of every step, so it makes few objects and 
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -125,9 +125,15 @@ class Rematerialisation:
         self._origins: dict[int, Origin] = {}  # by id, of the part of a distributed tensor that is being packed
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Forward passes in here drop what is wanted; their backward may come later."""
+    def active(self, given: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Forward passes in here drop what is wanted; their backward may come later.
+
+        Args:
+            given: What the forward takes: no memory of the step, whoever has made it.
+        """
         self.names.begin()
+        if self.twins is not None:
+            self.twins.given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
         self._values.clear()
         self._kept = 0
         self._differs = False
@@ -271,7 +277,8 @@ class Rematerialisation:
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
-            self._kept += tensor.nbytes
+            if self.twins is None or self.twins.is_of_step(value):
+                self._kept += tensor.nbytes
             if name in self._compressed:
                 # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):

@@ -58,6 +58,7 @@ class Twins:
 
     Attributes:
         of_all: Whether values that the plan keeps are dropped as well, where a twin is: after a step that took more.
+        given: The storages of what the forward takes, which are no memory of the step.
     """
 
     def __init__(self, module: nn.Module, decided: Mapping[str, Decided], room: Room, *, grows: bool) -> None:
@@ -65,6 +66,7 @@ class Twins:
         self._room = room
         self._grows = grows
         self.of_all: bool = False
+        self.given: Collection[int] = ()
         self._classes = {path: type(part) for path, part in module.named_modules()}
         self._trusted = {entry.operator for entry in decided.values() if entry.is_dropped}
         self._twins: dict[_Place, list[str]] = {}
@@ -78,11 +80,23 @@ class Twins:
         """Whether the plan has not decided about such a value: it does not know it, or as a smaller one."""
         planned = self._decided.get(value.name)
         if planned is None:
+            if not self.is_of_step(value):
+                return False
             # Of calls that it knows, and of calls before those, a plan leaves out what takes no memory
             # of its own, or dies in the forward.
             path, call, number = _place_in_step(value.name)
             return (call, number) > self._last.get(path, (0, 0))
         return self._grows and num_bytes_of(value) > LARGER * planned.num_bytes
+
+    def is_of_step(self, value: Value) -> bool:
+        """Whether the memory of ``value`` is the step's own.
+
+        What has no producer was there before as a rule: inputs, buffers, frozen parameters. A plan decides about none
+        of these, and where it has decided about such a value, or about a twin, it is another one: a mask, an index.
+        """
+        if value.identity is not None and value.identity.storage in self.given:
+            return False
+        return bool(value.operator or value.name in self._decided or self._twins_of(value.name, value.operator))
 
     def drop(self, value: Value) -> bool:
         """Whether ``value``, which the plan does not drop, is dropped if a recipe for it is known."""
@@ -113,6 +127,8 @@ class Twins:
         peak = 0
         largest = 0
         for value in values:
+            if not self.is_of_step(value):
+                continue
             largest = max(largest, num_bytes_of(value))
             if value.tensor is not None:
                 kept += value.tensor.nbytes

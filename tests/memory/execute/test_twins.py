@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -139,3 +140,48 @@ def test_calls_of_modules_of_the_class_of_a_replayed_one_are_replayed() -> None:
     applied = applied_plan(module)
     assert applied is not None
     assert not applied.not_found
+
+
+class Adapted(nn.Module):
+    """Layers whose weights are frozen, each with a small one beside it that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(6))
+        self.down = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(6))
+        self.up = nn.ModuleList(nn.Linear(4, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for frozen, down, up in zip(self.frozen, self.down, self.up, strict=True):
+            x = torch.tanh(frozen(x) + up(down(x)))
+        return x
+
+
+def plain_layers() -> nn.Module:
+    parts = list[nn.Module]()
+    for _ in range(6):
+        parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*parts)
+
+
+@pytest.mark.parametrize("make_module", [plain_layers, Adapted])
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_step_as_planned_is_not_taken_for_a_larger_one_by_what_was_there_before(
+    make_module: Callable[[], nn.Module], is_made: bool
+) -> None:
+    """Inputs, whether they come from a graph or not, and frozen weights are no memory of the step."""
+    torch.manual_seed(0)
+    module, x = make_module(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(module)
+    loose = dpx.search_plan(module, x, budget=0.7, progress=False)
+    assert loose.peak is not None
+    plan = dpx.search_plan(module, x, budget=loose.peak, progress=False)  # there is no room left
+    dpx.apply_plan(module, plan)
+    for _ in range(3):
+        given = x * torch.ones((), requires_grad=True) if is_made else x
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert same(step(module, given), step(plain, x))
+    module.zero_grad(set_to_none=True)
+    # Not in a graph: the gradient of the input would count.
+    assert peak_of_passing(lambda: module(x).sum().backward()) <= 1.002 * loose.peak
