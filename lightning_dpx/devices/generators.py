@@ -10,20 +10,22 @@ from lightning_dpx.torch_compat import DisableFuncTorch, DisableTorchDispatch
 
 def host_random_state() -> torch.Tensor:
     """A snapshot of the process-wide CPU generator, to notice that it was drawn from."""
-    return torch.get_rng_state()
+    # Of the generator itself: what a step asks torch.get_rng_state() for, traces count as its memory.
+    state: torch.Tensor = torch.default_generator.get_state()
+    return state
 
 
 def host_random_digest() -> int:
     """Tells states of that generator apart, and takes no memory; whichever modes and transforms are under way."""
     with DisableTorchDispatch(), DisableFuncTorch():
-        return hash(torch.get_rng_state().numpy().tobytes())
+        return hash(host_random_state().numpy().tobytes())
 
 
 class RandomStates:
     """The generators of the host and of ``devices``, as they are now."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._host = torch.get_rng_state()
+        self._host = host_random_state()
         # A meta device computes nothing, and has no generator.
         others = [device for device in distinct_devices(list(devices)) if not is_host(device) and device.type != "meta"]
         self._states = [(device, torch.get_device_module(device).get_rng_state(device)) for device in others]

@@ -22,6 +22,7 @@ import torch
 
 from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
+from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.torch_compat import (
     COLLECTIVES,
@@ -119,6 +120,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.called: list[Any] = []
         self._lock = threading.RLock()  # backward has a thread per device
 
+    def __enter__(self) -> "MemoryTrace":
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _STATES.tell(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _STATES.tell_no_more(self)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def follow_storages_only(self) -> "MemoryTrace":
         """Without what operators take inside, which costs as much as a small operator; returns itself."""
         self._account = Account()
@@ -134,6 +144,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             self._settle()
             return self._event()
+
+    def note_made(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is there from now on, which no operator has made."""
+        with self._lock:
+            if tensor.device != self._device or self.allocation_of(tensor.untyped_storage()) is not None:
+                return
+            self._settle()
+            self._add(tensor.untyped_storage())
+            self._event()
 
     def _event(self, inside: int = 0) -> int:
         self.curve.append(self.live + inside)
@@ -300,6 +319,43 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+class _GeneratorStates:
+    """Tells traces of the states of the host's generator that a step keeps, as ``torch.utils.checkpoint`` does.
+
+    Such a state is a tensor of 5 KB, made by no operator.
+    """
+
+    def __init__(self) -> None:
+        self._traces: list[tuple[int, MemoryTrace]] = []  # each with its thread
+        self._lock = threading.Lock()
+        self._overrides = Overrides()
+        self._get = torch.get_rng_state
+
+    def tell(self, trace: MemoryTrace) -> None:
+        """From now on ``trace`` is told of those that its thread asks for."""
+        with self._lock:
+            if not self._traces:
+                self._get = torch.get_rng_state
+                for owner in (torch, torch.random):
+                    self._overrides.set(owner, "get_rng_state", self._get_and_tell)
+            self._traces.append((threading.get_ident(), trace))
+
+    def tell_no_more(self, trace: MemoryTrace) -> None:
+        """No longer."""
+        with self._lock:
+            self._traces = [entry for entry in self._traces if entry[1] is not trace]
+            if not self._traces:
+                self._overrides.put_back()
+
+    def _get_and_tell(self) -> torch.Tensor:
+        state = self._get()
+        for thread, trace in tuple(self._traces):
+            if thread == threading.get_ident():
+                trace.note_made(state)
+        return state
+
+
+_STATES = _GeneratorStates()
 _ENGINE = engine_code
 _BETWEEN = {"__torch_dispatch__", "_fn", "inner"}  # modes, and torch's own wrapping of them
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
@@ -129,3 +130,29 @@ def test_what_a_tensor_of_tensors_is_made_of_is_there_until_it_goes() -> None:
         assert trace.live == 2 * x.nbytes
         del twice, view
         assert trace.live == 0
+
+
+class CheckpointsItself(nn.Module):
+    """Layers that are checkpointed by hand: each keeps the state of the generator, 5 KB on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.host
+def test_states_of_the_generator_that_a_step_keeps_are_counted() -> None:
+    torch.manual_seed(0)
+    module, x = CheckpointsItself(), torch.randn(128, 16)
+    get = torch.get_rng_state
+    profile = profile_module(module, x)
+    assert torch.get_rng_state is get
+    module.zero_grad(set_to_none=True)
+    measured = peak_of_passing(lambda: module(x).sum().backward())
+    assert measured > 12 * (5056 + x.nbytes)
+    assert profile.peak == pytest.approx(measured, rel=0.005)
