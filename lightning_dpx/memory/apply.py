@@ -52,6 +52,7 @@ from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, sa
 from lightning_dpx.units import format_mib, parse_bytes, parse_share
 
 _LOG = logging.getLogger("lightning_dpx")
+_MOST_OF_A_FORWARD = 0.5  # of its bytes; what a loss does not depend on waits as well, until it is forgotten
 # Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 
@@ -395,6 +396,7 @@ class AppliedPlan:
         self._watches = watches
         self._has_told = False
         self._has_widened = False
+        self._has_told_of_waiting = False
         self._handles: list[Any] = []
         self.values: Rematerialisation | None = None
         self._replays: Replays | None = None
@@ -454,7 +456,10 @@ class AppliedPlan:
         """After a forward: tells once if its backward will need more than the budget; drops more from then on."""
         plan = self.plan
         # Who watches plans for such steps.
-        if self.values is None or self._watches or self._has_widened or plan.budget is None:
+        if self.values is None or self._watches or plan.budget is None:
+            return
+        self._check_waiting(self.values.waiting, plan.budget)
+        if self._has_widened:
             return
         peak = self.values.peak_of_other_step()
         if peak > plan.budget:
@@ -465,6 +470,22 @@ class AppliedPlan:
                 f"{format_mib(plan.budget)}: it is another step than the planned one, or a larger one. From now on all "
                 "is dropped that the plan drops in any call like it; where that is too little, make the plan for the "
                 "step that needs most.",
+                stacklevel=2,
+            )
+
+    def _check_waiting(self, waiting: float, budget: int) -> None:
+        """Tells once if forwards before this one, with all that they have kept, wait for their backward."""
+        plan = self.plan
+        if self._has_told_of_waiting or waiting < _MOST_OF_A_FORWARD or plan.peak is None:
+            return
+        peak = plan.peak + int(waiting * (plan.saved_bytes or 0))
+        if peak > budget:
+            self._has_told_of_waiting = True
+            warnings.warn(
+                f"dpx: a forward of the planned {plan.model} has run before the backward of an earlier one: together "
+                f"they need about {format_mib(peak)} or more, where the plan has a budget of {format_mib(budget)} for "
+                "one. Make the plan for a module whose forward calls it as often as a step does, or run each backward "
+                "before the next forward.",
                 stacklevel=2,
             )
 

@@ -103,6 +103,7 @@ class Rematerialisation:
     ) -> None:
         self._kept = 0  # bytes, in this forward so far
         self._differs = False  # from the planned one, this forward
+        self._waiting = 0.0
         self.twins: Twins | None = twins
         self._known = known
         self.unknown: dict[str, int] = dict[str, int]()
@@ -134,6 +135,8 @@ class Rematerialisation:
         self.names.begin()
         if self.twins is not None:
             self.twins.given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
+        share = self._share_waiting()
+        self._waiting = share * (self._waiting + 1)
         self._values.clear()
         self._kept = 0
         self._differs = False
@@ -158,6 +161,21 @@ class Rematerialisation:
     def present(self) -> list[Value]:
         """The values of the last forward that something still holds."""
         return [value for reference in self._values.values() if (value := reference()) is not None]
+
+    @property
+    def waiting(self) -> float:
+        """How many forwards wait for their backward beside the last one; part of one counts as such."""
+        return self._waiting
+
+    def _share_waiting(self) -> float:
+        """Which share of what the last forward has saved waits for a backward."""
+        waiting = total = 0
+        for identity, reference in self._values.items():
+            num_bytes = math.prod(identity.size) * identity.dtype.itemsize
+            total += num_bytes
+            if reference() is not None:
+                waiting += num_bytes
+        return waiting / total if total else 0.0
 
     def widen(self) -> None:
         """From the next forward on, what has a dropped twin is dropped."""

@@ -185,3 +185,25 @@ def test_a_step_as_planned_is_not_taken_for_a_larger_one_by_what_was_there_befor
     module.zero_grad(set_to_none=True)
     # Not in a graph: the gradient of the input would count.
     assert peak_of_passing(lambda: module(x).sum().backward()) <= 1.002 * loose.peak
+
+
+def test_a_forward_beside_one_that_waits_for_its_backward_is_told_of_once() -> None:
+    """As in a step that compares two views of a sample: the plan is for one forward."""
+    module, plain, x, plan = make([ROWS] * 6, 0.6)
+    dpx.apply_plan(module, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):  # what was forgotten does not wait, with or without a backward
+            assert same(step(module, x), step(plain, x))
+            module(x)
+    with pytest.warns(UserWarning, match="before the backward of an earlier one") as told:
+        for _ in range(3):
+            assert same(two_forwards(module, x), two_forwards(plain, x))
+    assert len(told) == 1
+
+
+def two_forwards(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    module.zero_grad(set_to_none=True)
+    loss = (module(x) * module(0.5 * x)).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in module.parameters())]
