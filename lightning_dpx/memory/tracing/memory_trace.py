@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any
@@ -71,12 +72,18 @@ class _Course:
 
     def most_of_passing(self) -> int:
         """Bytes at the most while it ran, without those of its results that are still there."""
-        lasting = [allocation.num_bytes for allocation in self._made if allocation.died is None]
+        staying = self._taken.until_each_stays()
+        lasting = Counter(allocation.num_bytes for allocation in self._made if allocation.died is None)
+        # The gradient of a convolution's input may be as large as that of its weight, and comes first:
+        # of several of one size those last that came last, so that the most is never too low.
+        passing = Counter(size for size, _ in staying) - lasting
         most = there = 0
-        for size, before in self._taken.until_each_stays():
+        for size, before in staying:
             most = max(most, before - there)
-            if size in lasting:
-                lasting.remove(size)
+            if passing[size]:
+                passing[size] -= 1
+            elif lasting[size]:
+                lasting[size] -= 1
                 there += size
         return self._before + most
 

@@ -156,3 +156,17 @@ def test_states_of_the_generator_that_a_step_keeps_are_counted() -> None:
     measured = peak_of_passing(lambda: module(x).sum().backward())
     assert measured > 12 * (5056 + x.nbytes)
     assert profile.peak == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("rows", "size"), [(1, 24), (4, 12), (2, 24)])
+def test_a_gradient_of_an_input_as_large_as_that_of_a_weight_is_not_taken_for_it(rows: int, size: int) -> None:
+    """Two of the three inputs have the bytes of a weight; the third is another size."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)))
+    x = torch.randn(rows, 64, size, size)
+    module(x).sum().backward()
+    module.zero_grad(set_to_none=True)
+    profile = profile_module(module, x)
+    measured = peak_of_passing(lambda: module(x).sum().backward())
+    assert profile.peak == pytest.approx(measured, rel=0.001)
