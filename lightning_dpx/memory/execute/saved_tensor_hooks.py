@@ -101,9 +101,7 @@ class Rematerialisation:
         known: Collection[str] = (),
         twins: Twins | None = None,
     ) -> None:
-        self._kept = 0  # bytes, in this forward so far
-        self._differs = False  # from the planned one, this forward
-        self._waiting = 0.0
+        self._forward = _Forward(0.0)
         self.twins: Twins | None = twins
         self._known = known
         self.unknown: dict[str, int] = dict[str, int]()
@@ -135,11 +133,8 @@ class Rematerialisation:
         self.names.begin()
         if self.twins is not None:
             self.twins.given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
-        share = self._share_waiting()
-        self._waiting = share * (self._waiting + 1)
+        self._forward = _Forward(self._share_waiting() * (self._forward.waiting + 1))
         self._values.clear()
-        self._kept = 0
-        self._differs = False
         # Noting costs some us for every call of a torch function. So the first forward does it, and
         # later ones only if a recipe has asked for an operand in the forward before.
         noting = self._want_operands and not self.names.compiled  # code is compiled for the modes that are on
@@ -165,7 +160,7 @@ class Rematerialisation:
     @property
     def waiting(self) -> float:
         """How many forwards wait for their backward beside the last one; part of one counts as such."""
-        return self._waiting
+        return self._forward.waiting
 
     def _share_waiting(self) -> float:
         """Which share of what the last forward has saved waits for a backward."""
@@ -184,7 +179,7 @@ class Rematerialisation:
 
     def peak_of_other_step(self) -> int:
         """About what a backward of the last forward will take; 0 if that forward was as planned for."""
-        return self.twins.peak_of_backward(self.present()) if self._differs and self.twins is not None else 0
+        return self.twins.peak_of_backward(self.present()) if self._forward.differs and self.twins is not None else 0
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""
@@ -296,7 +291,7 @@ class Rematerialisation:
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
             if self.twins is None or self.twins.is_of_step(value):
-                self._kept += tensor.nbytes
+                self._forward.kept += tensor.nbytes
             if name in self._compressed:
                 # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):
@@ -311,7 +306,7 @@ class Rematerialisation:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
         twins = self.twins
         is_other = twins is not None and twins.is_other(value)
-        self._differs = self._differs or is_other
+        self._forward.differs = self._forward.differs or is_other
         by_twins = twins if is_other or (twins is not None and twins.of_all) else None
         is_wanted = value.name in self._dropped or (by_twins is not None and by_twins.drop(value))
         if is_wanted and self.can_make(value, node, output, by_twins):
@@ -328,7 +323,7 @@ class Rematerialisation:
         """Whether it can be made again; as far as ``twins`` tell, also whether there is room for that."""
         if not self.find_recipe(value, node, output):
             return False
-        if twins is None or twins.fits(value, self._kept):
+        if twins is None or twins.fits(value, self._forward.kept):
             return True
         self.refused[value.name] = "there is no room to make it again, with all that it is made from"
         return False
@@ -533,6 +528,23 @@ class Rematerialisation:
             tensor: torch.Tensor = base if saved is value else saved.read()
             release_use(value)
         return tensor
+
+
+class _Forward:
+    """What is known of the last forward, which may still run.
+
+    Attributes:
+        waiting: How many forwards before it wait for their backward.
+        kept: Bytes that it keeps so far.
+        differs: Whether it is another one than the planned one.
+    """
+
+    __slots__ = ("differs", "kept", "waiting")
+
+    def __init__(self, waiting: float) -> None:
+        self.waiting: float = waiting
+        self.kept: int = 0
+        self.differs: bool = False
 
 
 class _HoldsArguments:
