@@ -114,8 +114,9 @@ def _leads_to_circle(node: Any, above: frozenset[int]) -> bool:
         return True
     inner = above | {id(node)}
     children = children_of(node)
-    if children is None and hasattr(node, "__dict__") and _copies_by_attributes(type(node)):  # type: ignore[arg-type]
-        children = list(vars(node).items())
+    held = own_attributes(node)
+    if children is None and held is not None and _copies_by_attributes(type(node)):  # type: ignore[arg-type]
+        children = list(held.items())
     return any(_leads_to_circle(child, inner) for _, child in children or () if not is_value(child))
 
 
