@@ -1286,7 +1286,7 @@ class ReturnsCache(Model):
 def test_an_output_that_cannot_be_put_together_gets_its_own_advice(fitted) -> None:
     seen = fitted(ReturnsCache, 2, predict=True)
     assert "What its slices return cannot be put together. The replicas returned different values" in seen.warned
-    assert "let it return tensors, numbers, or containers of them" in seen.warned
+    assert "let it return tensors, numbers, or containers and plain objects of them" in seen.warned
     assert [len(one["cache"].keys) for one in seen.predictions] == [16, 16, 16]
 
 
