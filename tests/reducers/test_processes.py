@@ -11,12 +11,7 @@ from lightning_dpx.reducers import ProcessReducer
 from tests.lightning.processes.test_processes import finish, start
 from tests.reducers.process_program import ROWS, hook_case, sparse_cases
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.processes,
-    # torch 2.14 says so of every file with sparse tensors.
-    pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 MODES = {"mean": (ROWS[0] / sum(ROWS), ROWS[1] / sum(ROWS)), "sum": (1.0, 1.0)}

@@ -94,7 +94,6 @@ def _train(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_what_cannot_be_planned_is_kept_and_the_rest_is_planned(name: str) -> None:
     torch.manual_seed(0)
