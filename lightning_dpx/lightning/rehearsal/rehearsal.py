@@ -358,7 +358,8 @@ class Rehearsal:
         if isinstance(failure, GatherError):
             raise SlicesFail(
                 f"What its slices return cannot be put together. {in_one_line(failure).partition(': ')[2]}",
-                "For all devices to take part, let it return tensors, numbers, or containers and plain objects of them.",
+                "For all devices to take part, let it return tensors, numbers, or containers and plain objects of "
+                "them.",
             )
         raise SlicesFail(
             f"It runs on the whole batch, but on a slice it raises {in_one_line(failure)}",
