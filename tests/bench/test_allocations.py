@@ -29,13 +29,11 @@ def test_it_agrees_to_the_byte_with_the_trace_of_an_eager_step(name: str) -> Non
     assert recorded(model, rows) == traced(model, rows)
 
 
-def test_checkpointing_also_keeps_random_states_that_no_operator_makes() -> None:
+def test_checkpointing_also_keeps_random_states_and_the_trace_counts_them_though_no_operator_makes_them() -> None:
     model, rows = STAGED_MODELS["unet"].build(), STAGED_MODELS["unet"].make_input(8)
     model.runner = PEERS["each block"]
-    state = torch.get_rng_state().nbytes
-    num_stages = len(model.stages(rows))
     recorded(model, rows)
-    assert 0 < recorded(model, rows) - traced(model, rows) <= (num_stages + 1) * state
+    assert recorded(model, rows) == traced(model, rows)
     model.runner = run_plainly
 
 
