@@ -35,6 +35,10 @@ class Adoption:
         self._connector: weakref.ref[Any] | None = None
         self._trainer: weakref.ref[pl.Trainer] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a strategy, or one from a file, is no longer that of the Trainer.
+        return {**vars(self), "_connector": None, "_trainer": None}
+
     def begin_run(self, trainer: pl.Trainer) -> None:
         """A run of ``trainer`` begins."""
         self._trainer = weakref.ref(trainer)

@@ -66,6 +66,11 @@ class HookedStrategy(ParallelStrategy):
     num_nodes = 1  # Lightning sets it
     _announced: set[str]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is between two runs, also of a strategy that is in one: threads and locks stay with the run."""
+        between = {"session": self.one_device, "stopping": NoStop(), "hooks_mode": None, "module_in_use": None}
+        return {**super().__getstate__(), **between}
+
     # ---- what was asked for ----
 
     @property

@@ -6,7 +6,8 @@ we set on a Trainer or a module for a while (``_trainer``, ``_results``) are set
 Lightning's two distributions is meant, are in :mod:`lightning_dpx.lightning.lightning_api`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         "the x-axis of Lightning's logs", "our figures would be logged at other steps"
     ),
     "Trainer().fit_loop.epoch_loop._results": _name("where a stage keeps what is logged", "a rehearsal would log"),
+    "LightningModule()._current_fx_name": _name(
+        why="self.log() asks which hook it is called in, and refuses some; nothing public tells, or sets it",
+        without="values that hooks of the transfer log are taken, where one device refuses them",
+    ),
     "LightningModule()._trainer": _name(
         "LightningModule drops its trainer from copies", "replicas and shadows have no trainer"
     ),
@@ -206,6 +211,22 @@ def tensor_parallel_size_of(strategy: Any) -> Any:
     return getattr(strategy, "_tensor_parallel_size", 1)
 
 
+@contextmanager
+def in_hook(module: Any, name: str) -> Iterator[None]:
+    """What runs in here is a hook of ``module``, to its ``self.log``."""
+    before = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def hook_of(module: Any) -> str | None:
+    """The hook of ``module`` that runs, as its ``self.log`` sees it."""
+    return getattr(module, "_current_fx_name", None)
+
+
 def set_trainer(module: Any, trainer: Any) -> None:
     """Makes ``module`` belong to ``trainer``: a LightningModule drops its trainer from its copies."""
     module._trainer = trainer
@@ -282,7 +303,7 @@ __all__ = [
     "CODE_THAT_ASKS", "DataFetcherWrapper", "Launcher", "PRIVATE_NAMES", "RICH_IS_AVAILABLE",
     "ResultCollection", "SignalConnector", "WrappingCheckpointIO", "accelerator_connector", "active_loop",
     "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "compiler_context_of",
-    "data_hooks", "ddp_options_of", "set_compiler_context", "set_device_mesh", "set_trainer",
+    "data_hooks", "ddp_options_of", "hook_of", "in_hook", "set_compiler_context", "set_device_mesh", "set_trainer",
     "init_dist_connection", "initialize_strategy_again", "layer_sync_of", "lightning_optimizers_of", "look_up",
     "metric_dicts", "module_of", "optimizers_of", "precision_hooks", "reduce_processes", "reset_precision_hooks",
     "set_precision_hooks", "states_of", "steps_for_logs", "take_signals", "tensor_parallel_size_of",

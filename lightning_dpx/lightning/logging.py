@@ -11,10 +11,11 @@ import torch
 from torchmetrics import Metric
 
 from lightning_dpx.lightning.instance_methods import InstanceMethods
-from lightning_dpx.lightning.lightning_api import LightningModule
-from lightning_dpx.lightning.lightning_compat import trainer_of
+from lightning_dpx.lightning.lightning_api import LightningModule, MisconfigurationException
+from lightning_dpx.lightning.lightning_compat import hook_of, trainer_of
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.step_metrics import as_metric, metrics_shown, names_of
+from lightning_dpx.lightning.transfers import TRANSFER_HOOKS
 from lightning_dpx.replicas import BatchSlice, MergeRules, Weights, weights_of
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -30,6 +31,11 @@ class StepLog:
 
     def record(self, name: str, value: Any, *settings: Any, **options: Any) -> None:
         """Takes the place of ``LightningModule.log`` for the duration of a step."""
+        hook = hook_of(self.batch_slice.replica.module)
+        if hook in TRANSFER_HOOKS:
+            raise MisconfigurationException(
+                f"You can't `self.log()` inside `{hook}`. Log it in the step, or in a hook of the batch."
+            )
         # All of Lightning's arguments may be given by place. Most calls name them, and are spared the look-up.
         if settings:
             given = _SIGNATURE.bind(None, name, value, *settings, **options).arguments

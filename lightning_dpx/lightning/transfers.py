@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_dpx.lightning.lightning_api import pl
-from lightning_dpx.lightning.lightning_compat import data_hooks
+from lightning_dpx.lightning.lightning_compat import data_hooks, in_hook
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.replicas import BatchSlice
 
-_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _DEFAULTS = (pl.LightningModule.transfer_batch_to_device, pl.LightningModule.on_after_batch_transfer)
 
 
@@ -28,10 +28,10 @@ class Transfer:
     def __init__(self, trainer: Any, module: pl.LightningModule, dataloader_idx: int) -> None:
         self._dataloader_idx = dataloader_idx
         selector = data_hooks(trainer)
-        owners = [selector.get_instance(hook) for hook in _HOOKS]
+        owners = [selector.get_instance(hook) for hook in TRANSFER_HOOKS]
         # A data module is one object for all; hooks of the module are called on each replica's own.
         self._others = [None if isinstance(owner, pl.LightningModule) else owner for owner in owners]
-        calls = [getattr(owner or module, hook) for owner, hook in zip(self._others, _HOOKS, strict=True)]
+        calls = [getattr(owner or module, hook) for owner, hook in zip(self._others, TRANSFER_HOOKS, strict=True)]
         own = [getattr(call, "__func__", None) not in _DEFAULTS for call in calls]
         # Whether nothing of the user's makes something else of a batch on its way to a device.
         self.is_plain: bool = not any(own)
@@ -54,11 +54,20 @@ class Transfer:
         if is_there and self.is_plain:
             return batch
         arguments: tuple[tuple[Any, ...], ...] = ((device,), ())
-        for hook, other, is_own, extra in zip(_HOOKS, self._others, self._calls_of_module, arguments, strict=True):
+        for hook, other, is_own, extra in zip(
+            TRANSFER_HOOKS, self._others, self._calls_of_module, arguments, strict=True
+        ):
             # The default hook would give back the very batch.
             if is_there and not is_own:
                 continue
-            batch = getattr(other or batch_slice.replica.module, hook)(batch, *extra, self._dataloader_idx)
+            module = batch_slice.replica.module
+            call = getattr(other or module, hook)
+            if is_own:
+                # As Lightning calls it: ``self.log`` in there is refused.
+                with in_hook(module, hook):
+                    batch = call(batch, *extra, self._dataloader_idx)
+            else:
+                batch = call(batch, *extra, self._dataloader_idx)
             is_there = False
         return batch
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.transfers import Transfer
@@ -57,3 +58,33 @@ def test_what_is_there_already_stays_the_same_object_unless_a_hook_makes_another
         make_trainer(fast_dev_run=True, accelerator="cpu").fit(model, make_loader(), make_loader())
     assert plain.seen == (True, True)
     assert hooked.seen == (False, False)
+
+
+class LogsOnTheWay(Classifier):
+    """Logs where one device refuses it: in hooks of a transfer no stage's results are there."""
+
+    hook = ""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if self.hook == "transfer_batch_to_device":
+            self.log("moved", 1.0)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.hook == "on_after_batch_transfer":
+            self.log("moved", 1.0)
+        return batch
+
+
+@pytest.mark.parametrize("hook", ["transfer_batch_to_device", "on_after_batch_transfer"])
+@pytest.mark.parametrize("strategy", ["auto", "dpx", "inline", "threads"])
+def test_logging_in_hooks_of_a_transfer_is_refused_as_on_one_device(strategy: Any, hook: str) -> None:
+    options: dict[str, Any] = {"devices": 2, "strategy": strategy}
+    if strategy == "auto":
+        options = {}
+    elif strategy != "dpx":
+        options["strategy"] = dpx.DPXStrategy(execution=strategy)
+    model = LogsOnTheWay()
+    model.hook = hook
+    with pytest.raises(MisconfigurationException, match=f"can't `self.log\\(\\)` inside `{hook}`"):
+        make_trainer(max_epochs=1, **options).fit(model, make_loader(), make_loader())
