@@ -120,6 +120,7 @@ class Lifecycle:
             ReplicationError: they have not, and some would wait for the others in vain.
         """
         self._strategy.session.mark_changed()
+        self._strategy.session.training.begin_epoch()
         module = self._strategy.lightning_module
         if self._strategy.ranks.is_connected and module is not None:
             # A process with fewer batches would leave the others waiting for it in a reduction.

@@ -190,6 +190,9 @@ class _TrainingAlone:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run.alone("training_step", args, kwargs)
 
+    def begin_epoch(self) -> None:
+        """Nothing was checked."""
+
     def after_backward(self) -> None:
         """Nothing is summed."""
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
 NAME = "training_step"
+Modes = tuple[tuple[bool, ...], tuple[bool, ...]]
 
 
 class TrainingFlow:
@@ -49,6 +50,14 @@ class TrainingFlow:
         self.manual: ManualOptimization | None = None
         self._is_merged_step = False  # the last one
         self._was_by_hand = not session.module.automatic_optimization
+        self._modes: Modes | None = None  # in which the epoch began
+
+    def begin_epoch(self) -> None:
+        """Callbacks may have frozen or unfrozen parts: the step is another one then, and is checked anew."""
+        modes = _modes_of(self._session.module)
+        if self._modes is not None and modes != self._modes:
+            self._session.rehearsals.reopen(NAME)
+        self._modes = modes
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one device's training step would return for the whole batch.
@@ -283,3 +292,9 @@ class TrainingFlow:
         except BaseException:
             step.discard()
             raise
+
+
+def _modes_of(module: torch.nn.Module) -> Modes:
+    """Which parts are in training mode, and which parameters are trained."""
+    parts = tuple(part.training for part in module.modules())
+    return parts, tuple(parameter.requires_grad for parameter in module.parameters())

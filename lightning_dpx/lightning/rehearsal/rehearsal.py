@@ -91,7 +91,7 @@ class Rehearsal:
             NotRehearsed: nothing could be.
             SlicesFail: the slices raise where the whole batch does not.
         """
-        outcome = self._visited(lambda: self._on_own_values() or self._on_all_rows())
+        outcome = self._visited(self._on_first_batch)
         outcome.settle_numbers()
         return outcome
 
@@ -168,6 +168,36 @@ class Rehearsal:
                 if isinstance(error, torch.OutOfMemoryError):
                     gc.collect()  # the step itself needs the room that shadows hold in circles
                 raise NotRehearsed(f"the rehearsal failed with {in_one_line(error)}") from None
+
+    def _on_first_batch(self) -> Outcome:
+        """What is found on rows of the first batch of a stage."""
+        outcome = self._on_own_values() or self._on_all_rows()
+        self._check_single_rows()
+        return outcome
+
+    def _check_single_rows(self) -> None:
+        """Tries batch norms on one row where slices have no more: in training mode, in which they are not compared.
+
+        Raises:
+            SlicesFail: they need more.
+        """
+        step = self._step
+        if not step.norms or 1 not in self._rows.real_sizes:
+            return
+        step.trains_norms = True
+        try:
+            self._whole.observe(1)
+        except (NotRehearsed, ParametersAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
+            return  # the step itself meets it, or not
+        except Exception as error:  # noqa: BLE001  the whole batch has more rows
+            traceback.clear_frames(error.__traceback__)
+            raise SlicesFail(
+                f"Batch norm ({step.norms[0]}) is trained on slices of one row, and there it raises "
+                f"{in_one_line(error)}",
+                "For all devices to take part, give batches at least two rows for each device.",
+            ) from None
+        finally:
+            step.trains_norms = False
 
     def _on_own_values(self) -> Outcome | None:
         """What is found where micro-batches wait for no value of a metric; ``None`` if it is not as on one device."""

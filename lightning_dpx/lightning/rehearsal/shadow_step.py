@@ -65,6 +65,7 @@ class ShadowStep:
         tolerance: How far two runs may be apart.
         changes_settings: Whether a run as one device has changed settings of optimizers, or of the process.
         saves_on_host: Whether what backward needs waits on the host from here on.
+        trains_norms: Whether these run as in the step; else in eval mode, so that the rest can be compared.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -79,6 +80,7 @@ class ShadowStep:
         self.by_hand: bool = self.trains and not module.automatic_optimization
         self.guest: Guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
+        self.trains_norms = False
         self.changes_settings = False
         self.saves_on_host = False
         self.tolerance: Tolerance = _tolerance_of(strategy, module, call)
@@ -101,6 +103,9 @@ class ShadowStep:
             # The advice in the error is about replicas; without a rehearsal the
             # step trains all the same.
             raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
+        if self.trains_norms:
+            for name in self.norms:
+                shadow.get_submodule(name).training = True
         return shadow
 
     def replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:
