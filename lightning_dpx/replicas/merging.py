@@ -33,6 +33,7 @@ _PREFERRED: dict[str, Kind] = {"sum": "sum", "max": "max", "min": "min"}  # by t
 _LARGEST_BLOCKS = 8  # "two views of every row, one after the other" are two blocks
 _ADDED: tuple[Kind, ...] = ("mean", "loss mean", "sum")
 _BY_CHANCE = 3  # so few numbers may fit a rule by chance
+_OF_ONE_SUM = Tolerance.of(torch.float32, 1)
 NUMBERS = (bool, int, float, np.generic)
 # Numbers of NumPy that torch has none for.
 _WIDEST = {
@@ -199,14 +200,17 @@ class Search:
         return findings
 
     def _objects(self, whole: Any, parts: Sequence[Any], path: str) -> list[Finding]:
-        """Texts and objects: equal, or of a class that has no idea of equality, or put together by attributes."""
-        if all(is_same_object(whole, part, self.tolerance) for part in parts):
+        """Texts and objects: equal, or put together by attributes, or alike in what they hold."""
+        if is_equal_object(whole, parts):
             return [Finding(path=path, rules=(Rule(kind="equal"),))]
         # Each slice names its own; put together, all of it is on the first, as is that of one device.
         if isinstance(whole, torch.device) and whole == parts[0]:
             return [Finding(path=path, rules=(Rule(kind="by type"),))]
+        # Also where the attributes are alike: those of other rows may differ, each by a rule of its own.
         if members_of(whole) is not None:
             return self._children(whole, parts, path)
+        if all(is_same_object(whole, part, self.tolerance) for part in parts):
+            return [Finding(path=path, rules=(Rule(kind="equal"),))]
         return [self._unlike(path, whole, parts)]
 
     def _differs(self, whole: Any, joined: Any, path: str) -> bool:
@@ -573,8 +577,7 @@ class Merger:
             return self._numbers(parts, rule, path)
         # Beyond numbers, only what is equal has a merged value of its own.
         if rule.kind == "equal":
-            # Objects of a class without equality are never equal; the rehearsal has looked into them instead.
-            if is_equal_object(parts[0], parts[1:]) or has_no_equality(parts[0]):
+            if all(_is_still_equal(parts[0], part) for part in parts[1:]):
                 return parts[0]
             self._no_longer_equal(path)
         return self.fallback(parts, path)
@@ -585,6 +588,9 @@ class Merger:
         return [part.to(device) for part in parts]
 
     def _children(self, parts: list[Any], path: str) -> Any:
+        # An object that all replicas share is no result of theirs: it stays itself.
+        if children_of(parts[0]) is None and all(part is parts[0] for part in parts) and len(parts) > 1:
+            return parts[0]
         found = [members_of(part) for part in parts]
         # A text, say, in the place of the container that the rehearsal saw.
         if any(of_slice is None for of_slice in found):
@@ -636,6 +642,14 @@ class Merger:
         if rule.kind == "equal":
             return values[0] if all(torch.equal(value, values[0]) for value in values[1:]) else None
         return reduce_numbers(values, rule.kind, self.weights)
+
+
+def _is_still_equal(one: Any, two: Any) -> bool:
+    """Whether objects that were alike in the rehearsal are so on other slices."""
+    # Every replica has its own copy of a submodule, all of them with the same weights.
+    if isinstance(one, torch.nn.Module) and type(one) is type(two):
+        return True
+    return is_same_object(one, two, _OF_ONE_SUM)
 
 
 def _union(parts: list[Any]) -> Any:

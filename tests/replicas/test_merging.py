@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas import MergeRules, Weights
 from lightning_dpx.replicas.gathering import gather, merge_by_reduction
 from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees
@@ -246,6 +247,41 @@ def in_a_circle(x: int) -> Point:
 def test_objects_with_slots_are_the_same_where_those_hold_the_same(one: Any, two: Any, same: bool) -> None:
     ((_, error),) = compare_trees(one, two, EXACT)
     assert (error == 0) is same
+
+
+class Seen:
+    """Is what its attributes are."""
+
+    def __init__(self, labels: set[int], hits: int) -> None:
+        self.labels = labels
+        self.hits = hits
+
+
+def test_objects_that_were_alike_in_the_rehearsal_are_put_together_by_attributes_where_they_no_longer_are() -> None:
+    search = Search(weights=by_rows((3, 2)), tolerance=EXACT)
+    found = search.examine(Seen({0, 2}, 1), [Seen({0, 2}, 1), Seen({0, 2}, 1)], "result")
+    rules = MergeRules({one.path: one.rules[0] for one in found})
+    with pytest.warns(UserWarning, match="was the same on all slices in the rehearsal"):
+        merged = rules.merge_outputs([Seen({0}, 1), Seen({1, 2}, 2)], by_rows((1, 1)), CPU)
+    assert merged.labels == {0, 1, 2}
+    assert merged.hits == 3
+
+
+def test_objects_that_cannot_be_put_together_are_compared_after_the_rehearsal_as_well() -> None:
+    rules = MergeRules({"result": Rule(kind="equal")})
+    first = Point(1)
+    assert rules.merge_outputs([first, Point(1)], by_rows((1, 1)), CPU) is first
+    with (
+        pytest.warns(UserWarning, match="was the same on all slices in the rehearsal"),
+        pytest.raises(GatherError, match="different values"),
+    ):
+        rules.merge_outputs([first, Point(2)], by_rows((1, 1)), CPU)
+
+
+def test_an_object_that_all_slices_share_stays_itself() -> None:
+    shared = Seen({1}, 2)
+    rules = MergeRules({"result": Rule(kind="children")})
+    assert rules.merge_outputs([shared, shared], by_rows((1, 1)), CPU) is shared
 
 
 def test_an_integer_of_more_than_64_bits_can_be_logged() -> None:
