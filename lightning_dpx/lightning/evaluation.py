@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice, weights_of
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ class EvaluationFlow:
             try:
                 outputs = self.forward(name, slices, args, kwargs)
             except GatherError as error:
+                session.replicas.state.buffers.restore()
                 # Other processes have run this step, and would not run it again with this one.
-                if session.has_processes or session.rehearsals.rules(name, loader_index(args)).joins_state:
-                    raise  # what the step has counted, it would count again
-                session.whole_batches.give_whole(name, f"{error}", "Return what has a shape of its own for every row.")
+                if session.has_processes:
+                    raise
+                session.whole_batches.give_whole(name, f"{error}", ADVICE)
                 return self.run(name, args, kwargs)
         session.end_batch(name, args)
         return outputs
@@ -70,12 +72,12 @@ class EvaluationFlow:
             if rules.decides_buffers:
                 replicas.state.buffers.remember()
             outputs = replicas.run(name, slices, call)
+            device = session.strategy.root_device
+            merged = rules.merge_outputs(outputs, weights_of(slices), device, replicas.output_dim)
             if rules.decides_buffers:
                 active = [batch_slice.replica for batch_slice in slices]
                 rows = [batch_slice.num_rows for batch_slice in slices]
                 replicas.state.buffers.collect(active, rows, rules.buffer_rule)
-            device = session.strategy.root_device
-            merged = rules.merge_outputs(outputs, weights_of(slices), device, replicas.output_dim)
         return session.finished(name, merged)
 
 

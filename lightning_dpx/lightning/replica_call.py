@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.transfers import Transfer
@@ -122,8 +123,13 @@ class ReplicaCall:
         watch = session.replicas.habits.draws if rules.seen is not None and not rules.draws else None
         seen = None if watch is None else watch.begin(("first draws", self._name), _SELDOM)
         with _joined_state(session, self._name, slices, rules) if rules.joins_state else _NOTHING:
-            with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
-                yield
+            try:
+                with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
+                    yield
+            except GatherError:
+                # The step may run again, on the whole batch, and must not count twice.
+                state.put_back()
+                raise
             if watch is not None and seen is not None and len(slices) > 1 and watch.has_drawn(seen):
                 rules.note_first_draws()
             if rules.seen is not None:
@@ -204,7 +210,12 @@ def _joined_state(session: "Session", name: str, slices: Sequence[BatchSlice], r
     # The user's own module is watched even where it has no slice: what is joined ends up there.
     lists = ListWatch([root, *(module for module in modules if module is not root)], places)
     numbers = NumberWatch(modules, root, rules.rebound)
-    yield
+    try:
+        yield
+    except GatherError:
+        lists.put_back()
+        numbers.put_back()
+        raise
     weights = weights_of(slices)
     rules.join_appended(lists, weights, session.strategy.root_device)
     rules.join_rebound(numbers, weights, session.strategy.root_device)

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dpx.errors import CollectiveError, WholeBatchError
+from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.replicas.shared_iterators import put_iterators_back
 
@@ -109,6 +110,13 @@ class TrainingFlow:
                     "Its slices do not agree on what to do, as by a branch on a loss.",
                     "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
                 )
+                return self.run(args, kwargs)
+            except GatherError as error:
+                self._discard(error)
+                # By hand optimizers have stepped; and other processes would not run the step again with this one.
+                if session.has_processes or not session.module.automatic_optimization:
+                    raise
+                session.whole_batches.give_whole(NAME, f"{error}", ADVICE)
                 return self.run(args, kwargs)
             except BaseException as error:
                 self._discard(error)

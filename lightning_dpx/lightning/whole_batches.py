@@ -12,6 +12,8 @@ from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_only, rank_
 from lightning_dpx.lightning.lightning_compat import DataFetcherWrapper, batch_sizes_in, combined_loader
 from lightning_dpx.replicas import children_of
 
+ADVICE = "For all devices to take part, return what has a shape of its own for every row."
+
 
 class WholeBatches:
     """Which stages get their batches whole, and what has been said about it."""

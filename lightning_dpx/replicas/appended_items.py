@@ -177,6 +177,13 @@ class ListWatch:
                 return True
         return False
 
+    def put_back(self) -> None:
+        """Takes out what has been appended."""
+        for place, before in self._before.items():
+            now = place.find(self._module)
+            if isinstance(now, list | deque) and (before.container is None or before.container is now):
+                self.replace(place, [])
+
     def replace(self, place: ListPlace, items: list[Any]) -> None:
         """Puts other items in the place of what was appended."""
         now = place.find(self._module)

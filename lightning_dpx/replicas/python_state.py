@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import device_beside
-from lightning_dpx.errors import ReplicationError, WholeBatchError
+from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
@@ -233,7 +233,7 @@ class PythonState:
             self._iterators.begin([self._modules[0], *(self._modules[replica.index] for replica in self._others)])
         try:
             yield self._iterators
-        except WholeBatchError:  # what the step took, it takes again with the whole batch
+        except (GatherError, WholeBatchError):  # what the step took, it takes again with the whole batch
             self._iterators.end(undone=True)
             raise
         finally:
@@ -279,6 +279,22 @@ class PythonState:
             for key, value in self._own(self._modules[0][index]).items():
                 if key not in seen or not _is_still(seen[key], value):
                     self._rebound.add((index, key))
+
+    def put_back(self) -> None:
+        """After a step that will run again, instead of :meth:`collect`: what it rebound is what it was.
+
+        Tensors are not held from before the step, and stay as the step left them.
+        """
+        if not self._others:
+            return
+        for index in self._watches[0].suspects():
+            seen = self._seen[index]
+            state = vars(self._modules[0][index])
+            for key, value in self._own(self._modules[0][index]).items():
+                if key not in seen:
+                    del state[key]
+                elif not _is_still(seen[key], value) and not isinstance(seen[key], _SeenTensor):
+                    state[key] = seen[key]
 
     def _bring_home(self) -> None:
         """Tensors that other replicas put into shared containers are moved to the first device."""

@@ -76,6 +76,12 @@ class NumberWatch:
                 return parts
         return []
 
+    def put_back(self) -> None:
+        """Gives the user's attributes what they were, where they were numbers."""
+        for path, before in self._before.items():
+            if before is not None:
+                self.replace(path, before)
+
     def replace(self, path: str, value: Any) -> None:
         """Gives the user's attribute its value for the whole batch; a tensor that was written in place stays itself."""
         owner, name = self._places[path]

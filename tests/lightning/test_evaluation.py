@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,7 +74,44 @@ def test_words_whose_columns_are_those_of_a_slice_are_made_by_one_device(
         assert np.array_equal(mine, theirs)  # type: ignore[arg-type]
 
 
-def test_where_the_step_has_counted_the_error_says_what_does_not_fit(execution: str) -> None:
+class CountsRowsInBuffer(Pads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_rows", torch.zeros((), dtype=torch.long))
+        self.batches: list[int] = []
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_rows += len(batch[1])
+        self.batches.append(len(batch[1]))
+        return super().predict_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [CountsAndPads, CountsRowsInBuffer])
+def test_a_step_that_runs_again_on_the_whole_batch_counts_once(kind: Any, execution: str) -> None:
+    model = kind()
     trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution))
-    with pytest.raises(dpx.GatherError, match=r"shapes \(6, 2\), \(6, 3\) for result"):
-        trainer.predict(CountsAndPads(), loader())
+    with pytest.warns(UserWarning, match=r"predict_step gets all of its batches whole.*shapes \(6, 2\), \(6, 3\)"):
+        trainer.predict(model, loader())
+    assert int(model.num_rows) == 24
+    assert getattr(model, "batches", [12, 12]) == [12, 12]
+
+
+class PadsAndMeasures(Pads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.rows = torchmetrics.CatMetric()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.mean(batch[1].float())
+        self.rows(batch[1])
+        return super().predict_step(batch, batch_idx)
+
+
+def test_metrics_that_a_step_has_called_before_it_runs_again_count_once(execution: str) -> None:
+    model = PadsAndMeasures()
+    trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution))
+    with pytest.warns(UserWarning, match=r"predict_step gets all of its batches whole.*shapes \(6, 2\), \(6, 3\)"):
+        trainer.predict(model, loader())
+    assert model.rows.compute().shape == (24,)
+    assert model.mean.weight == 24

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.whole_batches import WholeBatches
@@ -387,3 +387,43 @@ def test_a_stage_that_gets_all_batches_whole_runs_on_the_first_replica(stage: st
     with pytest.warns(UserWarning, match=f"{stage} gets all of its batches whole"):
         trainer.fit(model, loader, loader)
     assert model.seen == ([6, 3, 3] if stage == "training_step" else [3, 3, 6])
+
+
+class SortsByLabel(Scored):
+    """Counts what it sees in every way, and returns rows by label, which not every slice has all of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_rows", torch.zeros((), dtype=torch.long))
+        self.calls = 0
+        self.sum = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, labels = batch
+        self.calls += 1
+        self.sum += len(rows)
+        self.num_rows += len(rows)
+        self.seen.append(len(rows))
+        by_label = {int(label): rows[labels == label] for label in labels.unique()}
+        return {"loss": self.loss(rows, "train"), "rows": by_label}
+
+    validation_step = LightningModule.validation_step
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_training_step_whose_outputs_come_apart_in_a_later_batch_runs_on_the_whole_batch(
+    options: Any, micro_batches: int, execution: str
+) -> None:
+    labels = torch.zeros(36, dtype=torch.long)
+    labels[18:20] = 1  # in one slice of the second batch
+    loader = DataLoader(TensorDataset(tensor(36), labels), 12)
+    one = SortsByLabel()
+    make_trainer(**options).fit(one, loader)
+    ours = SortsByLabel()
+    strategy = dpx.DPXStrategy(execution=execution, micro_batches=micro_batches)
+    with pytest.warns(UserWarning, match="training_step gets all of its batches whole.*different keys for result.rows"):
+        make_trainer(devices=2, strategy=strategy, **options).fit(ours, loader)
+    assert (ours.calls, ours.sum, int(ours.num_rows)) == (one.calls, one.sum, int(one.num_rows))
+    assert ours.seen == one.seen
+    assert_equal(ours.state_dict(), one.state_dict())

@@ -8,6 +8,7 @@ value the step may use, where the replicas meet in them. Only the user ever rese
 in ``forward`` where their own values, merged, are those of one device; see ``slice_values``.
 """
 
+import copy
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,12 +75,14 @@ class _Step:
         counts: Per replica, how often each method was called.
         pending: Per replica, calls that wait, by metric, method and number.
         values: What the metrics gave to the replicas; their storage is held, so that no other has its address.
+        before: The metrics' states before the first call that did not wait for the end of the step.
     """
 
     slices: Sequence[BatchSlice]
     counts: list[dict[tuple[int, str], int]]
     pending: list[dict[tuple[int, str, int], _Call]]
     values: dict[int, Tensor] = field(default_factory=dict)
+    before: "list[tuple[Any, dict[str, Any]]] | None" = None
 
 
 class ReplicaMetrics:
@@ -156,8 +159,11 @@ class ReplicaMetrics:
             with self._routed():
                 yield
             self._call_pending(step)
-        except BaseException:
+        except BaseException as error:
             self._step = None
+            # What the slices return cannot be put together, so the step runs again on the whole batch.
+            if before is None and isinstance(error, GatherError):
+                before = step.before
             if before is not None:
                 _put_back(before)
             raise
@@ -267,6 +273,8 @@ class ReplicaMetrics:
         # Updates that wait come first, since a value must have them. Replicas that do not call it
         # are not missed.
         def act(present: list[tuple[int, _Call]]) -> SharedValue:
+            if step.before is None:
+                step.before = self._states_of_now()
             self._call_pending(step)
             shared = shared_value(
                 {rank: self._at_home(one, step.slices[rank]) for rank, one in present},
@@ -345,6 +353,23 @@ class ReplicaMetrics:
         self.separate.append(
             f"What the replicas gave to {name} cannot be joined, so it was called once for each: {why}"
         )
+
+    def _states_of_now(self) -> list[tuple[Any, dict[str, Any]]]:
+        """All states, of which lists are not copied item by item: they may hold an epoch, and only grow in a step."""
+        self._routes.put_back()
+        found = []
+        for metric in self.named.values():
+            state: dict[str, Any] = {}
+            for key, value in vars(metric).items():
+                if isinstance(value, Tensor):
+                    state[key] = _copied(value)
+                elif isinstance(value, list | dict):
+                    state[key] = copy.copy(value)
+                else:
+                    state[key] = value
+            found.append((metric, state))
+        self._install()
+        return found
 
     def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
         found = []
