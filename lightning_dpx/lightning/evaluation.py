@@ -51,8 +51,7 @@ class EvaluationFlow:
                 outputs = self.forward(name, slices, args, kwargs)
             except GatherError as error:
                 session.replicas.state.buffers.restore()
-                # Other processes have run this step, and would not run it again with this one.
-                if session.has_processes:
+                if not session.can_repeat(name):
                     raise
                 session.whole_batches.give_whole(name, f"{error}", ADVICE)
                 return self.run(name, args, kwargs)

@@ -122,10 +122,14 @@ class ReplicaCall:
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
         watch = session.replicas.habits.draws if rules.seen is not None and not rules.draws else None
         seen = None if watch is None else watch.begin(("first draws", self._name), _SELDOM)
-        with _joined_state(session, self._name, slices, rules) if rules.joins_state else _NOTHING:
+        with _joined_state(session, self._name, slices, rules) if rules.joins_state else _NOTHING as numbers:
             try:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                     yield
+                    # In here, where what the slices have done to metrics and iterators can be taken back.
+                    if numbers is not None:
+                        begun_again = rules.counts_begun_again(numbers, weights_of(slices))
+                        _follow_counts(session, self._name, begun_again)
             except GatherError:
                 # The step may run again, on the whole batch, and must not count twice.
                 state.put_back()
@@ -202,8 +206,13 @@ class ReplicaCall:
 
 
 @contextmanager
-def _joined_state(session: "Session", name: str, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
-    """A step on slices in here leaves in lists and attributes what it would on one device, as far as it is known."""
+def _joined_state(
+    session: "Session", name: str, slices: Sequence[BatchSlice], rules: MergeRules
+) -> Iterator[NumberWatch]:
+    """A step on slices in here leaves in lists and attributes what it would on one device, as far as it is known.
+
+    Gives what has seen the numbers.
+    """
     root = session.module
     modules = [batch_slice.replica.module for batch_slice in slices]
     places = {*rules.appended, *rules.growing}
@@ -211,7 +220,7 @@ def _joined_state(session: "Session", name: str, slices: Sequence[BatchSlice], r
     lists = ListWatch([root, *(module for module in modules if module is not root)], places)
     numbers = NumberWatch(modules, root, rules.rebound)
     try:
-        yield
+        yield numbers
     except GatherError:
         lists.put_back()
         numbers.put_back()
@@ -220,6 +229,24 @@ def _joined_state(session: "Session", name: str, slices: Sequence[BatchSlice], r
     rules.join_appended(lists, weights, session.strategy.root_device)
     rules.join_rebound(numbers, weights, session.strategy.root_device)
     session.rehearsals.after_step(name, rules)
+
+
+def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> None:
+    """Has the whole batch count where slices cannot: a count that begins again does so once, and by all rows.
+
+    Raises:
+        GatherError: the step is to run again, on the whole batch.
+    """
+    if not begun_again:
+        return
+    reason = (
+        f"self.{', self.'.join(begun_again)} has counted rows until now, and begins again in this batch: on one device "
+        "that depends on the count of the whole batch, of which a slice has its own part (so the count may have begun "
+        "again late)."
+    )
+    if session.can_repeat(name):
+        raise GatherError(reason)
+    session.whole_batches.give_whole(name, reason, "For all devices to take part, count in on_train_batch_end.")
 
 
 def _check_loss(output: Any) -> None:

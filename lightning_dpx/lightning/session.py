@@ -126,6 +126,11 @@ class Session(Run):
 
     # ---- before and after a step ----
 
+    def can_repeat(self, name: str) -> bool:
+        """Whether a step that has run on slices can run again, on the whole batch."""
+        # Other processes have run it, and would not run it again with this one; by hand optimizers have stepped.
+        return not self.has_processes and (name != "training_step" or self.module.automatic_optimization)
+
     def show_batch(self, batch: Any) -> Any:
         """The batch as hooks of the user's get it: as the loader gave it, each replica moves its own slice."""
         self._batch_in_place = _MISSING

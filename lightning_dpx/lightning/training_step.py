@@ -113,8 +113,7 @@ class TrainingFlow:
                 return self.run(args, kwargs)
             except GatherError as error:
                 self._discard(error)
-                # By hand optimizers have stepped; and other processes would not run the step again with this one.
-                if session.has_processes or not session.module.automatic_optimization:
+                if not session.can_repeat(NAME):
                     raise
                 session.whole_batches.give_whole(NAME, f"{error}", ADVICE)
                 return self.run(args, kwargs)

@@ -33,6 +33,7 @@ from lightning_dpx.replicas.merging import (
 from lightning_dpx.replicas.merging import as_tensor as _as_tensor
 from lightning_dpx.replicas.merging import like as _like
 from lightning_dpx.replicas.rebound_numbers import NumberWatch, increments, joined_changes
+from lightning_dpx.replicas.row_counts import RowCounts
 
 _TOO_OFTEN = 6  # batches
 
@@ -65,6 +66,7 @@ class MergeRules:
         unchecked: Those of them that no later rehearsal has seen: what a step does now and then, such as a second loss
             in every fifth batch.
         batch: The number of the batch that is under way.
+        row_counts: Which attributes have counted rows until now.
         did_more_in: That of the last batch in which a step did what no rehearsal has seen.
     """
 
@@ -78,6 +80,7 @@ class MergeRules:
     unchecked: frozenset[str] = frozenset()
     batch: int = 0
     did_more_in: int = 0
+    row_counts: RowCounts = field(default_factory=RowCounts)
     same_batch_sizes: set[str] = field(default_factory=set)
     buffers: dict[str, BufferRule] = field(default_factory=dict)
     appended: dict[ListPlace, int] = field(default_factory=dict)
@@ -212,6 +215,26 @@ class MergeRules:
             "in on_train_batch_end and its like, which see the whole batch.",
             stacklevel=2,
         )
+
+    def counts_begun_again(self, watch: NumberWatch, weights: Weights) -> list[str]:
+        """The attributes that have counted rows until this step, in which a slice has taken from one of them.
+
+        Args:
+            watch: Has seen what the replicas have.
+            weights: Of the slices.
+        """
+        found = []
+        for path in sorted(self.rebound):
+            rule = self.outputs.get(f"self.{path}")
+            parts = watch.parts(path) if rule is not None and rule.kind == "added" else []
+            added = increments(parts, watch.before(path)) if len(parts) > 1 else None
+            # A single number: elements of a tensor count what rows have, one more than another.
+            if added is None or _as_tensor(added[0]).numel() != 1:
+                continue
+            numbers = [float(one) for one in added]
+            if self.row_counts.begin_again(path, numbers, weights.rows):
+                found.append(path)
+        return found
 
     def join_rebound(self, watch: NumberWatch, weights: Weights, device: torch.device) -> None:
         """Gives attributes what one device would have made of them.

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
@@ -426,4 +427,37 @@ def test_a_training_step_whose_outputs_come_apart_in_a_later_batch_runs_on_the_w
         make_trainer(devices=2, strategy=strategy, **options).fit(ours, loader)
     assert (ours.calls, ours.sum, int(ours.num_rows)) == (one.calls, one.sum, int(one.num_rows))
     assert ours.seen == one.seen
+    assert_equal(ours.state_dict(), one.state_dict())
+
+
+class BeginsAgain(Scored):
+    """Counts rows up to 20, and steps."""
+
+    validation_step = LightningModule.validation_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.count = 0
+        self.rows_seen = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        self.count += len(batch)
+        self.rows_seen.update(len(batch))
+        self.seen.append(len(batch))
+        if self.count >= 20:
+            self.count = 0
+        return self.loss(batch, "train")
+
+
+def test_a_count_that_begins_again_does_so_by_all_rows(execution: str) -> None:
+    loader = DataLoader(tensor(40), 8)  # type: ignore[arg-type]
+    one = BeginsAgain()
+    make_trainer().fit(one, loader)
+    ours = BeginsAgain()
+    with pytest.warns(UserWarning, match=r"gets all of its batches whole.*self\.count has counted rows until now"):
+        make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution)).fit(ours, loader)
+    assert (ours.calls, ours.count, ours.seen) == (one.calls, one.count, one.seen)
+    assert ours.rows_seen.compute() == one.rows_seen.compute()
     assert_equal(ours.state_dict(), one.state_dict())

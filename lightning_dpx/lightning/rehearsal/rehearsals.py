@@ -467,6 +467,7 @@ class Rehearsals:
         known.unchecked = frozenset(news - attributes - outcome.findings.keys() - outcome.logged.keys())
         known.times_unseen = self._rules[key].times_unseen
         known.batch = self._rules[key].batch
+        known.row_counts = self._rules[key].row_counts
         known.did_more_in = self._rules[key].did_more_in
         known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
         known.disjoint = {path for path in known.rebound if CHANGES in findings[f"self.{path}"].rules}
