@@ -236,8 +236,14 @@ class _Noted:
         for kept in range(len(self.items), -1, -1):
             rest = self.items[len(self.items) - kept :]
             if kept <= len(now) and all(map(operator.is_, rest, now)):
-                return list(now)[kept:]
+                return [] if self._has_set_fewer(now, len(now) - kept) else list(now)[kept:]
         return []
+
+    def _has_set_fewer(self, now: Any, num_added: int) -> bool:
+        """Whether the list is as before but for fewer items than it would have got: those were set, as counters are."""
+        if self.items is None or len(now) != len(self.items):
+            return False
+        return sum(map(operator.is_not, self.items, now)) < num_added
 
 
 _NOTHING = _Noted(None, 0)

@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -173,3 +174,13 @@ def test_lists_under_other_numbers_are_siblings() -> None:
     assert [str(place) for place in ListPlace("nested", (1,)).siblings(module)] == ["self.nested.0"]
     assert ListPlace("history", ("name",)).siblings(module) == [], "another name may mean another thing"
     assert ListPlace("history").siblings(module) == []
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_counters_in_a_list_are_set_and_not_appended(index: int) -> None:
+    counts = [0, 0, 0]
+    place = ListPlace("counts")
+    watch = ListWatch([holding(counts=counts)], [place])
+    counts[index] += 5
+    assert watch.appended(place) == []
+    assert watch.grown([place]) == {}

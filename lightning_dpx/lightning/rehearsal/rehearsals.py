@@ -381,7 +381,7 @@ class Rehearsals:
         paths = ", ".join(sorted(rules.lost_items))
         rules.lost_items.clear()
         rules.growing = set()  # said once
-        reason = f"It takes items out of {paths}, which every slice does for itself."
+        reason = f"It takes items out of {paths}, or puts others in their place, which every slice does for itself."
         if not self._keeps_micro_batches(name, reason):
             advice = "Do it in on_train_batch_end and its like, which see the whole batch."
             self._strategy.session.whole_batches.give_whole(name, reason, advice)
