@@ -72,6 +72,7 @@ class PythonState:
         self._several_devices = any(replica.device != self._root.device for replica in self._others)
         self._mirrors = Mirrors()
         self._watched: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
+        self._contents: dict[tuple[int, str], list[Any]] = {}  # copies of what these hold, where that is little
         self._memos: dict[int, dict[int, Any]] = {}
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
@@ -155,6 +156,7 @@ class PythonState:
         # What was deleted on the user's module is gone on its replicas as well.
         for key in seen.keys() - now.keys():
             self._watched.pop((index, key), None)
+            self._contents.pop((index, key), None)
             self._iterators.forget((index, key))
             self._forget_mirrors(index, key)
             for replica in self._others:
@@ -283,10 +285,15 @@ class PythonState:
     def put_back(self) -> None:
         """After a step that will run again, instead of :meth:`collect`: what it rebound is what it was.
 
-        Tensors are not held from before the step, and stay as the step left them.
+        So are containers that all replicas share; of large ones only the length is known. Tensors are not held from
+        before the step, and stay as the step left them.
         """
         if not self._others:
             return
+        for attribute, entries in self._watched.items():
+            for (container, mark), content in zip(entries, self._contents[attribute], strict=True):
+                if _mark(container) != mark:
+                    _fill(container, mark, content)
         for index in self._watches[0].suspects():
             seen = self._seen[index]
             state = vars(self._modules[0][index])
@@ -313,6 +320,7 @@ class PythonState:
     def _watch(self, index: int, key: str, value: Any) -> None:
         """Notes the containers behind an attribute that hold no tensor yet."""
         self._watched.pop((index, key), None)
+        self._contents.pop((index, key), None)
         # These are no containers; each replica has its own, or all have the same.
         if type(value) in ATOMS or isinstance(value, (torch.Tensor, nn.Module)):
             return
@@ -323,7 +331,9 @@ class PythonState:
         leading = graph.leading()
         shared = [held for key, held in graph.objects.items() if isinstance(held, MUTABLE) and key not in leading]
         if shared:
-            self._watched[index, key] = [(held, _mark(held)) for held in shared[:_MOST_WATCHED]]
+            watched = shared[:_MOST_WATCHED]
+            self._watched[index, key] = [(held, _mark(held)) for held in watched]
+            self._contents[index, key] = list(map(_content_of, watched))
 
     def _send_new_containers(self) -> None:
         """Attributes with a shared container that has changed are looked at again: it may hold tensors now."""
@@ -488,6 +498,29 @@ def _mark(container: Any) -> Any:
     if len(container) > _SMALL:
         return len(container)
     return list(map(id, container.values() if isinstance(container, dict) else container))
+
+
+def _content_of(container: Any) -> list[Any] | None:
+    """What a small container holds, for :func:`_fill`."""
+    if len(container) > _SMALL:
+        return None
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _fill(container: Any, mark: Any, content: list[Any] | None) -> None:
+    """Gives a container what it held, or at least takes out of a list what was appended."""
+    if content is None:
+        if isinstance(container, list):
+            del container[mark:]
+        return
+    container.clear()
+    if isinstance(container, dict):
+        for key, value in content:
+            container[key] = value  # to update a counter would be to count
+    elif isinstance(container, set):
+        container.update(content)
+    else:
+        container.extend(content)
 
 
 def _has_grown(entry: tuple[Any, Any]) -> bool:

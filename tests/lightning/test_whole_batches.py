@@ -1,5 +1,6 @@
 """What cannot be cut goes whole to the first replica, in every stage, and is then equal to one device."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -398,11 +399,17 @@ class SortsByLabel(Scored):
         self.register_buffer("num_rows", torch.zeros((), dtype=torch.long))
         self.calls = 0
         self.sum = 0
+        self.by_kind = {"rows": 0}
+        self.labels: Counter[int] = Counter()
+        self.per_loader = [0, 0]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows, labels = batch
         self.calls += 1
         self.sum += len(rows)
+        self.by_kind["rows"] += len(rows)
+        self.labels.update(labels.tolist())
+        self.per_loader[0] += len(rows)
         self.num_rows += len(rows)
         self.seen.append(len(rows))
         by_label = {int(label): rows[labels == label] for label in labels.unique()}
@@ -427,6 +434,9 @@ def test_a_training_step_whose_outputs_come_apart_in_a_later_batch_runs_on_the_w
         make_trainer(devices=2, strategy=strategy, **options).fit(ours, loader)
     assert (ours.calls, ours.sum, int(ours.num_rows)) == (one.calls, one.sum, int(one.num_rows))
     assert ours.seen == one.seen
+    assert ours.by_kind == one.by_kind
+    assert ours.labels == one.labels
+    assert ours.per_loader == one.per_loader
     assert_equal(ours.state_dict(), one.state_dict())
 
 
