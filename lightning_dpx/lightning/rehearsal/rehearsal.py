@@ -377,10 +377,14 @@ class Rehearsal:
         Raises:
             SlicesFail: they do.
         """
-        if isinstance(failure, torch.OutOfMemoryError) or self._looks_again:
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure
+        # A look says nothing of what it could not run. But results that were put together in other batches, and by no
+        # rule any more, are what it was for.
+        if self._looks_again and not isinstance(failure, GatherError):
             raise failure
         # A few rows may be too few for a slice; those of the batch are what the run will have.
-        if sizes != self._rows.real_sizes:
+        if sizes != self._rows.real_sizes and not self._looks_again:
             return self._on_real_rows()
         # These two have a remedy of their own, which the general advice would hide.
         if isinstance(failure, SharedWriteError):

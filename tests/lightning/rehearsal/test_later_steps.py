@@ -249,6 +249,16 @@ class FirstDraws(Model):
         return F.cross_entropy(self.net(rows), batch[1])
 
 
+class CountsPositions(Model):
+    """Where some rows are among all of them, once there are some, which no slice knows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        places = torch.arange(len(batch[0]), device=self.device)
+        if self.global_step < 2:
+            places = places[:0]
+        return {"loss": self.loss(batch), "places": places[1:] if places.numel() else places}
+
+
 @pytest.mark.parametrize(("options", "devices"), WAYS)
 @pytest.mark.parametrize(
     ("kind", "text"),
@@ -257,6 +267,7 @@ class FirstDraws(Model):
         (SpreadByHand, "The batches that were checked before had shown nothing of it"),
         (NotesOnItsTrainer, "trainer.seen is 1 on one device, "),
         (Best, "self.best comes together from slices in a first step, and not in a second"),
+        (CountsPositions, "What its slices return cannot be put together"),
         (EndsTheRun, "has set trainer.should_stop on some of its slices, and not on all"),
     ],
 )
