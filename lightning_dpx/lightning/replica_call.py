@@ -127,9 +127,8 @@ class ReplicaCall:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                     yield
                     # In here, where what the slices have done to metrics and iterators can be taken back.
-                    if numbers is not None:
-                        begun_again = rules.counts_begun_again(numbers, weights_of(slices))
-                        _follow_counts(session, self._name, begun_again)
+                    if len(slices) > 1:
+                        _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
             except GatherError:
                 # The step may run again, on the whole batch, and must not count twice.
                 state.put_back()
@@ -229,6 +228,19 @@ def _joined_state(
     rules.join_appended(lists, weights, session.strategy.root_device)
     rules.join_rebound(numbers, weights, session.strategy.root_device)
     session.rehearsals.after_step(name, rules)
+
+
+def _begun_again(
+    session: "Session", slices: Sequence[BatchSlice], rules: MergeRules, numbers: NumberWatch | None
+) -> list[str]:
+    """Attributes and buffers that have counted rows until now, and that a slice has taken back."""
+    weights = weights_of(slices)
+    found = [] if numbers is None else rules.counts_begun_again(numbers, weights)
+    sums = [name for name, rule in rules.buffers.items() if rule == "sum"]
+    if sums:
+        active = [batch_slice.replica for batch_slice in slices]
+        found += rules.sums_begun_again(session.replicas.state.buffers.added(active, sums), weights)
+    return found
 
 
 def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> None:

@@ -126,6 +126,26 @@ class BufferSync:
             foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
 
+    def added(self, active: Sequence[Replica], names: Sequence[str]) -> dict[str, list[float]]:
+        """What each replica has added, in the step that is under way, to buffers that are single numbers.
+
+        Args:
+            active: The replicas that take part.
+            names: Of the buffers.
+        """
+        if not names or not self._may_restore or not _alike(self._root.buffers, self._before):
+            return {}
+        found: dict[str, list[float]] = {}
+        before = dict(zip((name for name, _ in self._root.module.named_buffers()), self._before, strict=True))
+        for name in names:
+            start = before.get(name)
+            if start is None or start.numel() != 1:
+                continue
+            now = [replica.module.get_buffer(name) for replica in active]
+            if all(value.shape == start.shape for value in now):
+                found[name] = [float(value) - float(start) for value in now]
+        return found
+
     def collect(
         self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None
     ) -> None:

@@ -236,6 +236,10 @@ class MergeRules:
                 found.append(path)
         return found
 
+    def sums_begun_again(self, added: Mapping[str, Sequence[float]], weights: Weights) -> list[str]:
+        """The same of buffers, from what each slice has added to them."""
+        return [name for name, numbers in added.items() if self.row_counts.begin_again(name, numbers, weights.rows)]
+
     def join_rebound(self, watch: NumberWatch, weights: Weights, device: torch.device) -> None:
         """Gives attributes what one device would have made of them.
 

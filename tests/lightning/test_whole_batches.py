@@ -457,15 +457,23 @@ class BeginsAgain(Scored):
         self.rows_seen.update(len(batch))
         self.seen.append(len(batch))
         if self.count >= 20:
-            self.count = 0
+            self.count -= self.count
         return self.loss(batch, "train")
 
 
-def test_a_count_that_begins_again_does_so_by_all_rows(execution: str) -> None:
+class BeginsAgainInBuffer(BeginsAgain):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.count
+        self.register_buffer("count", torch.zeros(()))
+
+
+@pytest.mark.parametrize("kind", [BeginsAgain, BeginsAgainInBuffer])
+def test_a_count_that_begins_again_does_so_by_all_rows(kind: Any, execution: str) -> None:
     loader = DataLoader(tensor(40), 8)  # type: ignore[arg-type]
-    one = BeginsAgain()
+    one = kind()
     make_trainer().fit(one, loader)
-    ours = BeginsAgain()
+    ours = kind()
     with pytest.warns(UserWarning, match=r"gets all of its batches whole.*self\.count has counted rows until now"):
         make_trainer(devices=2, strategy=dpx.DPXStrategy(execution=execution)).fit(ours, loader)
     assert (ours.calls, ours.count, ours.seen) == (one.calls, one.count, one.seen)
