@@ -310,16 +310,28 @@ class TrainingStep:
             self._pending.append(waiting)
         return self.rules.merge_outputs(copies, weights_of(slices), device, self._replicas.output_dim)
 
-    def forward_manual(self, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> Any:
-        """Runs ``call`` on every slice, in which the user drives backward and optimizers; merges what it returns."""
+    def forward_manual(
+        self, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any], come_apart: Callable[[GatherError], None]
+    ) -> Any:
+        """Runs ``call`` on every slice, in which the user drives backward and optimizers; merges what it returns.
+
+        Args:
+            slices: The parts of the batch.
+            call: The step.
+            come_apart: Is told of results that cannot be merged; if it returns, the first slice's result is the step's.
+        """
         self.begin()
         outputs = self._replicas.run("training_step", slices, call)
         self._active = [batch_slice.replica for batch_slice in slices]
         self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
         self._collect_buffers()
-        return self.rules.merge_outputs(
-            outputs, weights_of(slices), self._replicas.root.device, self._replicas.output_dim
-        )
+        try:
+            return self.rules.merge_outputs(
+                outputs, weights_of(slices), self._replicas.root.device, self._replicas.output_dim
+            )
+        except GatherError as error:
+            come_apart(error)
+            return outputs[0]
 
     def weights(self, slices: Sequence[BatchSlice]) -> list[float]:
         """Every slice's part in the loss of the whole batch."""

@@ -257,7 +257,14 @@ class TrainingFlow:
                 return call(batch_slice)
 
         with manual.running(slices):
-            return session.step.forward_manual(slices, with_meetings)
+            return session.step.forward_manual(slices, with_meetings, self._come_apart)
+
+    def _come_apart(self, error: GatherError) -> None:
+        """By hand, the step has trained on its batch, and only what it returns is of slices."""
+        if self._session.has_processes:
+            raise error
+        what = f"{error} Of this batch, on_train_batch_end gets what the first slice returned."
+        self._session.whole_batches.give_whole(NAME, what, ADVICE)
 
     def _discard(self, error: BaseException) -> None:
         """After an error in the step: of its gradients none stay; those of earlier batches do, as on one device."""

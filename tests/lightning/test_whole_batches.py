@@ -440,6 +440,38 @@ def test_a_training_step_whose_outputs_come_apart_in_a_later_batch_runs_on_the_w
     assert_equal(ours.state_dict(), one.state_dict())
 
 
+class SortsByHand(SortsByLabel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.returned: list[set[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(output["loss"])
+        optimizer.step()
+        return output
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append(set(outputs["rows"]))
+
+
+def test_a_step_by_hand_whose_outputs_come_apart_has_trained_and_has_later_batches_whole(execution: str) -> None:
+    labels = torch.zeros(36, dtype=torch.long)
+    labels[18:20] = 1  # in one slice of the second batch
+    loader = DataLoader(TensorDataset(tensor(36), labels), 12)
+    one = SortsByHand()
+    make_trainer().fit(one, loader)
+    ours = SortsByHand()
+    strategy = dpx.DPXStrategy(execution=execution, verify="off")
+    with pytest.warns(UserWarning, match=r"different keys for result.rows.*gets what the first slice returned"):
+        make_trainer(devices=2, strategy=strategy).fit(ours, loader)
+    assert ours.returned[2:] == one.returned[2:]
+    assert_equal(ours.net.state_dict(), one.net.state_dict())
+
+
 class BeginsAgain(Scored):
     """Counts rows up to 20, and steps."""
 
