@@ -45,6 +45,7 @@ from lightning_dpx.replicas import (
     BatchDim,
     BatchSlice,
     MicroBatches,
+    Replica,
     ReplicaSet,
     UncuttableBatch,
     check_paths,
@@ -456,7 +457,8 @@ def unlogged_step(trainer: Trainer, module: Any, rows: Any, num_rows: int) -> An
 
     What it logs goes nowhere: the Trainer's own logs belong to a step that never happens.
     """
-    with StepLog(BatchSlice(None, num_rows, rows)).recording_alone(module):  # type: ignore[arg-type]
+    replica = Replica(0, module.device, module)
+    with StepLog(BatchSlice(replica, num_rows, rows)).recording_alone(module):
         with trainer.precision_plugin.train_step_context():
             return module.training_step(*arguments_of_step(module.training_step, rows))
 
