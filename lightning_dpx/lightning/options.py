@@ -131,7 +131,6 @@ class StrategyOptions:
 
 
 def _check_count(name: str, count: object) -> None:
-    # bool is an int in Python, and True would count as 1.
     if not is_whole_number(count) or count < 0:
         raise ConfigurationError(f"{name}={count!r} is not allowed; give 0 or a positive integer.")
 

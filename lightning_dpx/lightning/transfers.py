@@ -61,13 +61,9 @@ class Transfer:
             if is_there and not is_own:
                 continue
             module = batch_slice.replica.module
-            call = getattr(other or module, hook)
-            if is_own:
-                # As Lightning calls it: ``self.log`` in there is refused.
-                with in_hook(module, hook):
-                    batch = call(batch, *extra, self._dataloader_idx)
-            else:
-                batch = call(batch, *extra, self._dataloader_idx)
+            # As Lightning calls it: ``self.log`` in there is refused.
+            with in_hook(module, hook):
+                batch = getattr(other or module, hook)(batch, *extra, self._dataloader_idx)
             is_there = False
         return batch
 

@@ -153,7 +153,6 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         for size in self.batch_sizes:
-            # bool is an int in Python, and True would be a batch of one row.
             if not is_whole_number(size) or size < 1:
                 raise ConfigurationError(f"batch_sizes={list(self.batch_sizes)!r} is not allowed: {size!r} is no "
                                          "positive number of rows.")  # fmt: skip

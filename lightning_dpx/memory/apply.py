@@ -442,9 +442,10 @@ class AppliedPlan:
             yield
             return
         self._local.active = True
+        counts = self._tells_of_waiting
         try:
             with (
-                nullcontext() if self.values is None else self.values.active(_tensors_in(inputs)),
+                nullcontext() if self.values is None else self.values.active(inputs, counts_waiting=counts),
                 nullcontext() if self._replays is None else self._replays.active(),
             ):
                 yield
@@ -472,6 +473,10 @@ class AppliedPlan:
                 "step that needs most.",
                 stacklevel=2,
             )
+
+    @property
+    def _tells_of_waiting(self) -> bool:
+        return not (self._watches or self._has_told_of_waiting) and self.plan.budget is not None
 
     def _check_waiting(self, waiting: float, budget: int) -> None:
         """Tells once if forwards before this one, with all that they have kept, wait for their backward."""
@@ -555,10 +560,6 @@ def _saves_for_hooks() -> bool:
     # In a transform of torch.func that runs around the module all tensors are of the transform, which
     # keeps them: such a forward would drop nothing, and teach the hooks that nothing is to be dropped.
     return innermost_transform() is None
-
-
-def _tensors_in(inputs: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
 class _RootHooks:

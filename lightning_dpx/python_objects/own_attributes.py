@@ -1,5 +1,6 @@
 """What an object holds in its ``__dict__``, asked of the object and of nothing that answers in its place."""
 
+import copyreg
 from typing import Any
 
 
@@ -14,3 +15,15 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return held if isinstance(held, dict) else None
+
+
+def is_made_from_state(kind: type, reduced: Any) -> bool:
+    """Whether an object is made by ``__new__`` alone, then given a state, with no items to append or to set.
+
+    Args:
+        kind: Its class.
+        reduced: What ``__reduce_ex__(4)`` of it gives.
+    """
+    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return False
+    return reduced[1] == (kind,) and all(part is None for part in reduced[3:])

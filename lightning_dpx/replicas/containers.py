@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lightning_dpx.errors import SliceError
-from lightning_dpx.python_objects.own_attributes import own_attributes
+from lightning_dpx.python_objects.own_attributes import is_made_from_state, own_attributes
 from lightning_dpx.torch_compat import pytree
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -92,7 +92,8 @@ def _is_plain_object(node: Any) -> bool:
         reduced: Any = node.__reduce_ex__(4)
     except TypeError:
         return False
-    is_by_attributes = isinstance(reduced[2], dict) and all(part is None for part in reduced[3:])
+    # With slots the state is more than a dict.
+    is_by_attributes = is_made_from_state(type(node), reduced) and isinstance(reduced[2], dict)
     return is_by_attributes and not _leads_to_circle(node, frozenset())
 
 

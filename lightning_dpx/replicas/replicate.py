@@ -39,6 +39,7 @@ from lightning_dpx.python_objects.object_graph import (
     is_module_or_parameter,
     is_tensor_or_module,
 )
+from lightning_dpx.python_objects.own_attributes import is_made_from_state
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
@@ -472,14 +473,7 @@ def _is_copied_by_state(value: Any) -> bool:
     kind = type(value)
     if hasattr(kind, "__deepcopy__") or kind in copyreg.dispatch_table or isinstance(value, type | types.FunctionType):
         return False
-    return _is_plain(kind, value.__reduce_ex__(4))
-
-
-def _is_plain(kind: type, reduced: Any) -> bool:
-    """Whether an object is made by ``__new__`` alone, then given a state, with no items to append or to set."""
-    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-        return False
-    return reduced[1] == (kind,) and all(part is None for part in reduced[3:])
+    return is_made_from_state(kind, value.__reduce_ex__(4))
 
 
 def _set_state(value: Any, state: Any) -> None:
@@ -557,7 +551,7 @@ def _can_be_a_shell(child: nn.Module) -> bool:
         return True
     if hasattr(kind, "__deepcopy__"):
         return False
-    return _is_plain(kind, child.__reduce_ex__(4))
+    return is_made_from_state(kind, child.__reduce_ex__(4))
 
 
 class _Functions:

@@ -1,12 +1,13 @@
 """Objects that answer every name have no attributes beside those that they hold."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.own_attributes import own_attributes
+from lightning_dpx.python_objects.own_attributes import is_made_from_state, own_attributes
 from tests.conftest import Classifier, assert_equal, run, strategy_in
 
 
@@ -39,6 +40,12 @@ def test_only_what_an_object_holds_counts() -> None:
     assert own_attributes(Plain) is None, "of a class it is no dict"
     module = nn.Linear(1, 1)
     assert own_attributes(module) is vars(module)
+
+
+def test_an_object_is_made_from_its_state_unless_it_has_items_or_says_otherwise() -> None:
+    assert is_made_from_state(Plain, Plain().__reduce_ex__(4))
+    assert not is_made_from_state(OrderedDict, OrderedDict(a=1).__reduce_ex__(4))
+    assert not is_made_from_state(Plain, "the name of a global")
 
 
 LIBRARY = AnswersAll()

@@ -151,7 +151,7 @@ class ReplicaMetrics:
             yield
             return
         # A copy of all states, which may be every row of an epoch, so only where it may be needed.
-        before = self._snapshot() if restore else None
+        before = self._snapshot(_copied_throughout) if restore else None
         self.separate = []
         step = _Step(slices, [{} for _ in slices], [{} for _ in slices])
         self._step = step
@@ -175,7 +175,7 @@ class ReplicaMetrics:
     @contextmanager
     def kept(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
         """Calls of replicas inside the block go on as always; metrics are put back afterwards."""
-        before = self._snapshot()
+        before = self._snapshot(_copied_throughout)
         try:
             with self.step(slices):
                 yield
@@ -357,25 +357,14 @@ class ReplicaMetrics:
     def _states_of_now(self) -> list[tuple[Any, dict[str, Any]]]:
         """All states, of which lists are not copied item by item: they may hold an epoch, and only grow in a step."""
         self._routes.put_back()
-        found = []
-        for metric in self.named.values():
-            state: dict[str, Any] = {}
-            for key, value in vars(metric).items():
-                if isinstance(value, Tensor):
-                    state[key] = _copied(value)
-                elif isinstance(value, list | dict):
-                    state[key] = copy.copy(value)
-                else:
-                    state[key] = value
-            found.append((metric, state))
+        found = self._snapshot(_copied_outside)
         self._install()
         return found
 
-    def _snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
+    def _snapshot(self, copied: Callable[[Any], Any]) -> list[tuple[Any, dict[str, Any]]]:
         found = []
         for metric in self.named.values():
-            state = {key: tree_map_only(Tensor, _copied, value) for key, value in vars(metric).items()}
-            found.append((metric, state))
+            found.append((metric, {key: copied(value) for key, value in vars(metric).items()}))
         return found
 
 
@@ -421,6 +410,17 @@ def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
+
+
+def _copied_throughout(value: Any) -> Any:
+    return tree_map_only(Tensor, _copied, value)
+
+
+def _copied_outside(value: Any) -> Any:
+    """A copy of a tensor, or of a list or dict with the very items that it has."""
+    if isinstance(value, Tensor):
+        return _copied(value)
+    return copy.copy(value) if isinstance(value, list | dict) else value
 
 
 def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:

@@ -17,7 +17,7 @@ All this runs for every saved tensor of every step, so it makes few objects and 
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ from lightning_dpx.torch_compat import (
     is_functorch_wrapped_tensor,
     key_of,
     output_metadata,
+    tree_leaves,
     version_counter,
 )
 
@@ -124,16 +125,18 @@ class Rematerialisation:
         self._origins: dict[int, Origin] = {}  # by id, of the part of a distributed tensor that is being packed
 
     @contextmanager
-    def active(self, given: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    def active(self, inputs: Any = (), *, counts_waiting: bool = False) -> Iterator[None]:
         """Forward passes in here drop what is wanted; their backward may come later.
 
         Args:
-            given: What the forward takes: no memory of the step, whoever has made it.
+            inputs: What the forward takes: no memory of the step, whoever has made it.
+            counts_waiting: Whether :attr:`waiting` will be asked for, for which all values are looked at.
         """
         self.names.begin()
         if self.twins is not None:
-            self.twins.given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
-        self._forward = _Forward(self._share_waiting() * (self._forward.waiting + 1))
+            self.twins.given = _storages_in(inputs)
+        waiting = self._share_waiting() * (self._forward.waiting + 1) if counts_waiting else 0.0
+        self._forward = _Forward(waiting)
         self._values.clear()
         # Noting costs some us for every call of a torch function. So the first forward does it, and
         # later ones only if a recipe has asked for an operand in the forward before.
@@ -528,6 +531,16 @@ class Rematerialisation:
             tensor: torch.Tensor = base if saved is value else saved.read()
             release_use(value)
         return tensor
+
+
+def _storages_in(inputs: Any) -> set[Any]:
+    """The memory of the tensors among ``inputs``."""
+    found = set()
+    for leaf in tree_leaves(inputs):
+        # Others have several storages, or none.
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            found.add(key_of(leaf.untyped_storage()))
+    return found
 
 
 class _Forward:
