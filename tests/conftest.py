@@ -81,6 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+@pytest.hookimpl(optionalhook=True)  # xdist may be turned off
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: one of them waits most of the time for processes that its tests have started."""
     return num_usable_cpus() + 1
