@@ -2,19 +2,21 @@
 
 from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas import collectives
-from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensors
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
-from lightning_dpx.replicas.gathering import MergeRules, gather
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.lanes import Execution
-from lightning_dpx.replicas.merging import Weights, weighted_mean
+from lightning_dpx.replicas.merging.appended_items import ListPlace, ListWatch, find_lists, without_graphs
+from lightning_dpx.replicas.merging.by_type import gather
+from lightning_dpx.replicas.merging.rebound_numbers import NumberWatch, changed_numbers, numbers_of
+from lightning_dpx.replicas.merging.reductions import weighted_mean
+from lightning_dpx.replicas.merging.rules import Weights
+from lightning_dpx.replicas.merging.stage_rules import MergeRules
 from lightning_dpx.replicas.micro_batches import MicroBatches, check_micro_batches, parse_micro_batches
-from lightning_dpx.replicas.rebound_numbers import NumberWatch, changed_numbers, numbers_of
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
     BatchSlice,

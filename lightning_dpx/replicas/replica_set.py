@@ -26,7 +26,7 @@ from lightning_dpx.replicas.context import InterProcess, ReplicaRank, as_rank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.lanes import Execution, Lanes
-from lightning_dpx.replicas.merging import Weights
+from lightning_dpx.replicas.merging.rules import Weights
 from lightning_dpx.replicas.micro_batches import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
 from lightning_dpx.replicas.python_state import PythonState

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dpx.replicas.rebound_numbers import changed_numbers, numbers_of
+from lightning_dpx.replicas.merging.rebound_numbers import changed_numbers, numbers_of
 
 _MISSING = object()
 

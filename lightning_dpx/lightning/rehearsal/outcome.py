@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
-from lightning_dpx.replicas.merging import Finding
+from lightning_dpx.replicas.merging.rule_search import Finding
 
 
 class NotRehearsed(Exception):  # noqa: N818  the step goes on without

@@ -39,7 +39,7 @@ from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
-from lightning_dpx.replicas.merging import Finding
+from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 NOT_ALIKE = "they are not what one device gives: "

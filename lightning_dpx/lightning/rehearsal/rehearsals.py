@@ -25,7 +25,7 @@ from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import BatchSlice, MergeRules
-from lightning_dpx.replicas.merging import Finding
+from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 
 Verify = Literal["warn", "raise", "first", "off"]

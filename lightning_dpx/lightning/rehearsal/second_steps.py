@@ -21,7 +21,7 @@ from lightning_dpx.lightning.rehearsal.outcome import (
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
-from lightning_dpx.replicas.merging import Rule
+from lightning_dpx.replicas.merging.rules import Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 # What says of the whole rehearsal what became of it, and is no failure of the second step.

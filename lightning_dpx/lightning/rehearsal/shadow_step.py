@@ -38,7 +38,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
 )
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import MergeRules, ReplicaSet, first_loss
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.torch_compat import tree_leaves
 

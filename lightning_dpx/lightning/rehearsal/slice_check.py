@@ -19,7 +19,7 @@ from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.replicas import drawn_once
-from lightning_dpx.replicas.tolerance import difference
+from lightning_dpx.replicas.merging.tolerance import difference
 
 
 class SliceCheck:

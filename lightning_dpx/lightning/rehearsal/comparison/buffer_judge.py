@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpx.lightning.rehearsal.comparison.observation import host_copy
 from lightning_dpx.replicas.buffer_sync import BufferRule
-from lightning_dpx.replicas.tolerance import Tolerance, difference
+from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 _RULES: tuple[BufferRule, ...] = ("mean", "sum", "max", "min", "first")
 

@@ -9,8 +9,9 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRu
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, and_more, short
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, items_of, pairs_of
-from lightning_dpx.replicas.merging import Finding, compare_trees, describe
-from lightning_dpx.replicas.tolerance import Tolerance, difference
+from lightning_dpx.replicas.merging.equality import compare_trees, describe
+from lightning_dpx.replicas.merging.rule_search import Finding
+from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep

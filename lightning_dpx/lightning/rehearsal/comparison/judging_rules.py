@@ -12,8 +12,9 @@ from lightning_dpx.lightning.rehearsal.comparison.number_judge import NumberJudg
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.replicas import ListPlace, MergeRules, Source, Weights
 from lightning_dpx.replicas.buffer_sync import BufferRule
-from lightning_dpx.replicas.merging import Finding, Rule, Search
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.rule_search import Finding, Search
+from lightning_dpx.replicas.merging.rules import Rule
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 _BY_CHANCE = frozenset({"first", "max", "min", "last", "quadratic mean", "geometric mean"})  # may fit few rows
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dpx.replicas import Weights
-from lightning_dpx.replicas.merging import mean_of_slices
-from lightning_dpx.replicas.tolerance import Tolerance, difference
+from lightning_dpx.replicas.merging.reductions import mean_of_slices
+from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 
 class LossJudge:

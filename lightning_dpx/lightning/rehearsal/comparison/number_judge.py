@@ -6,9 +6,12 @@ from typing import Any
 import torch
 
 from lightning_dpx.replicas import Weights
-from lightning_dpx.replicas.merging import Rule, Search, as_tensor, compare_trees
-from lightning_dpx.replicas.rebound_numbers import increments, joined_changes
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.equality import compare_trees
+from lightning_dpx.replicas.merging.number_types import as_tensor
+from lightning_dpx.replicas.merging.rebound_numbers import increments, joined_changes
+from lightning_dpx.replicas.merging.rule_search import Search
+from lightning_dpx.replicas.merging.rules import Rule
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 _OF_NUMBERS = ("mean", "loss mean", "sum", "max", "min", "quadratic mean", "geometric mean", "last")
 _OF_ADDING = ("added", "sum")

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from lightning_dpx.replicas import Weights
-from lightning_dpx.replicas.merging import Search, compare_trees
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.equality import compare_trees
+from lightning_dpx.replicas.merging.rule_search import Search
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 _PLAIN = (bool, int, float, str, type(None))
 _JOINED = ("join", "items", "union", "children", "equal")  # what an item of a growing list may be put together by

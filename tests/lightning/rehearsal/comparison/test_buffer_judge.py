@@ -3,7 +3,7 @@
 import torch
 
 from lightning_dpx.lightning.rehearsal.comparison.buffer_judge import BufferJudge
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 PARTS = {"mean": 12.5, "sum": 14.0, "max": 13.0, "min": 11.0, "first": 11.0}
 

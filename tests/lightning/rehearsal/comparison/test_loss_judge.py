@@ -5,7 +5,7 @@ import torch
 
 from lightning_dpx.lightning.rehearsal.comparison.loss_judge import LossJudge
 from lightning_dpx.replicas import Weights
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 WEIGHTS = Weights(rows=[3, 2], of_loss=[3, 2])
 

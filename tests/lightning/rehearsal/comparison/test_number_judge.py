@@ -4,7 +4,7 @@ import pytest
 
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import NumberJudge
 from lightning_dpx.replicas import Weights
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 WEIGHTS = Weights(rows=[3, 2], of_loss=[3, 2])
 

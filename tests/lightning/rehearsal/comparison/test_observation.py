@@ -16,7 +16,7 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     own_attributes_of,
     python_state,
 )
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 
 class Node:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, pairs_of
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 TOLERANCE = Tolerance.of(torch.float32, 100)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dpx.replicas.row_counts import RowCounts
+from lightning_dpx.replicas.merging.row_counts import RowCounts
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.gathering import gather, merge_by_reduction
-from lightning_dpx.replicas.merging import Weights
+from lightning_dpx.replicas.merging.by_type import gather, merge_by_reduction
+from lightning_dpx.replicas.merging.rules import Weights
 
 CPU = torch.device("cpu")
 
@@ -83,3 +83,10 @@ def test_complex_numbers_have_no_largest() -> None:
     weights = Weights(rows=[1, 2], of_loss=[1, 2])
     with pytest.raises(dpx.GatherError, match=r"'x', \.\.\., reduce_fx='max'\) got numbers of torch.complex64"):
         merge_by_reduction([torch.tensor(1j), torch.tensor(2j)], weights, torch.device("cpu"), "max", "x")
+
+
+def test_an_integer_of_more_than_64_bits_can_be_logged() -> None:
+    assert merge_by_reduction([2**70, 2**70], Weights(rows=(3, 2), of_loss=(3, 2)), CPU, "mean", "x") == 2**70
+    assert merge_by_reduction(
+        [2**70, 3 * 2**70], Weights(rows=(1, 1), of_loss=(1, 1)), CPU, "mean", "x"
+    ) == pytest.approx(2 * 2**70)

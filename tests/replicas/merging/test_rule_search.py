@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dpx.errors import GatherError
 from lightning_dpx.replicas import MergeRules, Weights
-from lightning_dpx.replicas.gathering import gather, merge_by_reduction
-from lightning_dpx.replicas.merging import Finding, Rule, Search, compare_trees
-from lightning_dpx.replicas.tolerance import Tolerance
+from lightning_dpx.replicas.merging.by_type import gather
+from lightning_dpx.replicas.merging.equality import compare_trees
+from lightning_dpx.replicas.merging.rule_search import Finding, Search
+from lightning_dpx.replicas.merging.rules import Rule
+from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 CPU = torch.device("cpu")
 EXACT = Tolerance.of(torch.float64, 1000)
@@ -136,12 +137,6 @@ def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
     assert "on one device" in found.text
 
 
-def test_a_text_in_the_place_of_a_container_that_was_seen_is_merged_by_its_type() -> None:
-    rules = MergeRules(outputs={"result": Rule(kind="children"), "result.0": Rule(kind="equal")})
-    assert rules.merge_outputs(["text", "text"], by_rows((3, 1)), CPU) == "text"
-    assert rules.merge_outputs([["text"], ["text"]], by_rows((3, 1)), CPU) == ["text"]
-
-
 KINDS_OF_NUMPY = ("float16", "longdouble", "clongdouble", "uint8", "uint16", "uint32", "uint64", "int64", ">i4", "bool")
 KINDS_OF_TORCH = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16)
 
@@ -200,95 +195,6 @@ def test_integers_of_more_than_64_bits_are_merged_exactly(whole: int, parts: lis
     assert error == math.inf
 
 
-class Point:
-    """Without equality; what it holds is in slots."""
-
-    __slots__ = ("__dict__", "x")
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-
-class Labelled(Point):
-    __slots__ = ("label", "unset")
-
-    def __init__(self, x: Any, label: str) -> None:
-        super().__init__(x)
-        self.label = label
-
-
-def with_unset(point: Labelled) -> Labelled:
-    point.unset = point  # may refer to itself
-    return point
-
-
-def in_a_circle(x: int) -> Point:
-    first = Point(None)
-    first.x = [Labelled(first, "back"), x]
-    return first
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "same"),
-    [
-        (Point(1), Point(1), True),
-        (Point(1), Point(2), False),
-        (Point(torch.ones(2)), Point(torch.ones(2)), True),
-        (Labelled(1, "a"), Labelled(1, "b"), False),
-        (Labelled(1, "a"), Labelled(2, "a"), False),
-        (Labelled(1, "a"), Labelled(1, "a"), True),
-        (with_unset(Labelled(1, "a")), Labelled(1, "a"), False),
-        (with_unset(Labelled(1, "a")), with_unset(Labelled(1, "a")), True),
-        ([Point(Point(1))], [Point(Point(2))], False),
-        (in_a_circle(1), in_a_circle(1), True),
-        (in_a_circle(1), in_a_circle(2), False),
-    ],
-)
-def test_objects_with_slots_are_the_same_where_those_hold_the_same(one: Any, two: Any, same: bool) -> None:
-    ((_, error),) = compare_trees(one, two, EXACT)
-    assert (error == 0) is same
-
-
-class Seen:
-    """Is what its attributes are."""
-
-    def __init__(self, labels: set[int], hits: int) -> None:
-        self.labels = labels
-        self.hits = hits
-
-
-def test_objects_that_were_alike_in_the_rehearsal_are_put_together_by_attributes_where_they_no_longer_are() -> None:
-    search = Search(weights=by_rows((3, 2)), tolerance=EXACT)
-    found = search.examine(Seen({0, 2}, 1), [Seen({0, 2}, 1), Seen({0, 2}, 1)], "result")
-    rules = MergeRules({one.path: one.rules[0] for one in found})
-    with pytest.warns(UserWarning, match="was the same on all slices in the rehearsal"):
-        merged = rules.merge_outputs([Seen({0}, 1), Seen({1, 2}, 2)], by_rows((1, 1)), CPU)
-    assert merged.labels == {0, 1, 2}
-    assert merged.hits == 3
-
-
-def test_objects_that_cannot_be_put_together_are_compared_after_the_rehearsal_as_well() -> None:
-    rules = MergeRules({"result": Rule(kind="equal")})
-    first = Point(1)
-    assert rules.merge_outputs([first, Point(1)], by_rows((1, 1)), CPU) is first
-    with (
-        pytest.warns(UserWarning, match="was the same on all slices in the rehearsal"),
-        pytest.raises(GatherError, match="different values"),
-    ):
-        rules.merge_outputs([first, Point(2)], by_rows((1, 1)), CPU)
-
-
-def test_an_object_that_all_slices_share_stays_itself() -> None:
-    shared = Seen({1}, 2)
-    rules = MergeRules({"result": Rule(kind="children")})
-    assert rules.merge_outputs([shared, shared], by_rows((1, 1)), CPU) is shared
-
-
-def test_an_integer_of_more_than_64_bits_can_be_logged() -> None:
-    assert merge_by_reduction([BIG, BIG], by_rows((3, 2)), CPU, "mean", "x") == BIG
-    assert merge_by_reduction([BIG, 3 * BIG], by_rows((1, 1)), CPU, "mean", "x") == pytest.approx(2 * BIG)
-
-
 def test_a_mean_over_tokens_takes_the_weights_of_the_loss() -> None:
     weights = Weights(rows=(3, 2), of_loss=(1, 4))
     parts = [torch.tensor([2.0, 0.0]), torch.tensor([7.0, 5.0])]
@@ -297,18 +203,3 @@ def test_a_mean_over_tokens_takes_the_weights_of_the_loss() -> None:
     empty = Weights(rows=(3, 2), of_loss=(0, 4))
     rules = MergeRules(logged={"x": Rule(kind="loss mean")})
     assert rules.merge_logged("x", [torch.tensor(math.nan), torch.tensor(3.0)], empty, CPU).item() == 3.0
-
-
-def test_a_constant_that_changes_is_told() -> None:
-    rules = MergeRules({"result": Rule(kind="equal")})
-    assert rules.merge_outputs([7, 7], by_rows((1, 1)), CPU) == 7
-    with pytest.warns(UserWarning, match="was the same on all slices in the rehearsal"):
-        assert rules.merge_outputs([7, 8], by_rows((1, 1)), CPU) == 15
-
-
-def test_a_value_that_was_zero_so_far_is_noticed() -> None:
-    rules = MergeRules({"result": Rule(kind="by type")}, undecided=frozenset({"result"}))
-    rules.merge_outputs([0, 0], by_rows((1, 1)), CPU)
-    assert not rules.is_outdated
-    rules.merge_outputs([0, 1], by_rows((1, 1)), CPU)
-    assert rules.is_outdated

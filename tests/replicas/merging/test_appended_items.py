@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.appended_items import ListPlace, ListWatch, find_lists, without_graphs
+from lightning_dpx.replicas.merging.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 
 
 class Holder:

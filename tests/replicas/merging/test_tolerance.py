@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_dpx.replicas.tolerance import Tolerance, difference
+from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 EXACT = Tolerance.of(torch.float64, 1000)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.rebound_numbers import (
+from lightning_dpx.replicas.merging.rebound_numbers import (
     NumberWatch,
     changed_numbers,
     increments,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.replicas.merging import ADDED_IN, NUMBERS, as_tensor, is_numeric, like
+from lightning_dpx.replicas.merging.number_types import ADDED_IN, NUMBERS, as_tensor, is_numeric, like
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
 
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
