@@ -120,9 +120,9 @@ class ReplicaCall:
         # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
         metrics.gives_slices = rules.metrics_give_slices
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
-        watch = session.replicas.habits.draws if rules.seen is not None and not rules.draws else None
+        watch = session.replicas.habits.draws if rules.news.seen is not None and not rules.draws else None
         seen = None if watch is None else watch.begin(("first draws", self._name), _SELDOM)
-        with _joined_state(session, self._name, slices, rules) if rules.joins_state else _NOTHING as numbers:
+        with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                     yield
@@ -134,10 +134,10 @@ class ReplicaCall:
                 state.put_back()
                 raise
             if watch is not None and seen is not None and len(slices) > 1 and watch.has_drawn(seen):
-                rules.note_first_draws()
-            if rules.seen is not None:
-                known = rules.seen_attributes
-                note = partial(session.rehearsals.note_changed, self._key, rules.batch, known)
+                rules.news.note_first_draws()
+            if rules.news.seen is not None:
+                known = rules.news.seen_attributes
+                note = partial(session.rehearsals.note_changed, self._key, rules.news.batch, known)
                 state.unseen.begin(note, known)
             state.collect([batch_slice.replica for batch_slice in slices])
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
@@ -214,10 +214,10 @@ def _joined_state(
     """
     root = session.module
     modules = [batch_slice.replica.module for batch_slice in slices]
-    places = {*rules.appended, *rules.growing}
+    places = {*rules.attributes.appended, *rules.attributes.growing}
     # The user's own module is watched even where it has no slice: what is joined ends up there.
     lists = ListWatch([root, *(module for module in modules if module is not root)], places)
-    numbers = NumberWatch(modules, root, rules.rebound)
+    numbers = NumberWatch(modules, root, rules.attributes.rebound)
     try:
         yield numbers
     except GatherError:
@@ -225,9 +225,9 @@ def _joined_state(
         numbers.put_back()
         raise
     weights = weights_of(slices)
-    rules.join_appended(lists, weights, session.strategy.root_device)
-    rules.join_rebound(numbers, weights, session.strategy.root_device)
-    session.rehearsals.after_step(name, rules)
+    rules.attributes.join_appended(lists, weights, session.strategy.root_device)
+    rules.attributes.join_rebound(numbers, weights, session.strategy.root_device)
+    session.rehearsals.after_step(name, rules.attributes)
 
 
 def _begun_again(
@@ -235,11 +235,11 @@ def _begun_again(
 ) -> list[str]:
     """Attributes and buffers that have counted rows until now, and that a slice has taken back."""
     weights = weights_of(slices)
-    found = [] if numbers is None else rules.counts_begun_again(numbers, weights)
+    found = [] if numbers is None else rules.attributes.counts_begun_again(numbers, weights)
     sums = [name for name, rule in rules.buffers.items() if rule == "sum"]
     if sums:
         active = [batch_slice.replica for batch_slice in slices]
-        found += rules.sums_begun_again(session.replicas.state.buffers.added(active, sums), weights)
+        found += rules.attributes.sums_begun_again(session.replicas.state.buffers.added(active, sums), weights)
     return found
 
 

@@ -11,7 +11,9 @@ from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradien
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.lanes import Execution
 from lightning_dpx.replicas.merging.appended_items import ListPlace, ListWatch, find_lists, without_graphs
+from lightning_dpx.replicas.merging.attribute_rules import AttributeRules
 from lightning_dpx.replicas.merging.by_type import gather
+from lightning_dpx.replicas.merging.news import News
 from lightning_dpx.replicas.merging.rebound_numbers import NumberWatch, changed_numbers, numbers_of
 from lightning_dpx.replicas.merging.reductions import weighted_mean
 from lightning_dpx.replicas.merging.rules import Weights
@@ -48,6 +50,7 @@ from lightning_dpx.replicas.two_passes import TwoPasses
 from lightning_dpx.replicas.workers import CallerContext
 
 __all__ = [
+    "AttributeRules",
     "BatchDim",
     "BatchDraws",
     "Source",
@@ -66,6 +69,7 @@ __all__ = [
     "ListWatch",
     "MergeRules",
     "MicroBatches",
+    "News",
     "NumberWatch",
     "OutputGradients",
     "Replica",

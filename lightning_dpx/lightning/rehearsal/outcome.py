@@ -66,7 +66,7 @@ class Outcome:
         Where others than the first slice have added nothing, the step is rehearsed again as soon as one does.
         """
         # A number that is set and one that is added to look alike where it was zero before.
-        for path in self.judge.numbers_among(self.findings):
+        for path in self.judge.attributes.numbers_among(self.findings):
             rules = self.findings[f"self.{path}"].rules
             kinds = {rule.kind for rule in rules}
             adds_nothing = "first" in kinds and not kinds.isdisjoint({"added", "sum"})
@@ -76,7 +76,7 @@ class Outcome:
                 continue
             # Left open, so that the value of the first replica stays until more is known.
             del self.findings[f"self.{path}"]
-            self.judge.settle(path, ())
+            self.judge.attributes.settle(path, ())
             if adds_nothing:
                 self.comparison.changed.discard(path)
             else:

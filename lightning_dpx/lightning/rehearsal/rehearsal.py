@@ -20,7 +20,7 @@ import torch
 
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
 from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
-from lightning_dpx.lightning.rehearsal.comparison.judging_rules import is_kept, refined
+from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows

@@ -1,6 +1,6 @@
 """The rehearsals of a run: when a step is rehearsed, what follows from what was found, and what is said of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -8,13 +8,9 @@ from typing import Any, Literal
 from lightning_dpx.errors import ParityError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.processes.connect import gather_objects
-from lightning_dpx.lightning.rehearsal.comparison.judging_rules import (
-    JudgingRules,
-    chosen,
-    found_at,
-    refined,
-    undecided,
-)
+from lightning_dpx.lightning.rehearsal.comparison.attribute_judge import AttributeJudge
+from lightning_dpx.lightning.rehearsal.comparison.findings import chosen, found_at, is_kept, refined, undecided
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
@@ -24,7 +20,7 @@ from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.replicas import BatchSlice, MergeRules
+from lightning_dpx.replicas import AttributeRules, BatchSlice, ListPlace, MergeRules, News
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 
@@ -137,19 +133,19 @@ class Rehearsals:
         rules = self._rules.get(key)
         if rules is None:
             return False
-        if rules.unchecked and self._recurrences[key].is_expected:
+        if rules.news.unchecked and self._recurrences[key].is_expected:
             return True
-        return rules.is_outdated and self._again.get(key, 0) < _AT_MOST
+        return rules.news.is_pending and self._again.get(key, 0) < _AT_MOST
 
     def _follow_recurrence(self, key: Key) -> None:
         """Another batch: notes where the step has done what no rehearsal has seen."""
         recurrence = self._recurrences.setdefault(key, Recurrence())
         rules = self._rules.get(key)
-        number = recurrence.begin_batch(0 if rules is None else rules.did_more_in)
+        number = recurrence.begin_batch(0 if rules is None else rules.news.last_batch)
         if rules is not None:
-            rules.batch = number
+            rules.news.batch = number
 
-    def note_changed(self, key: Key, batch: int, known: set[str], paths: set[str]) -> None:
+    def note_changed(self, key: Key, batch: int, known: frozenset[str], paths: set[str]) -> None:
         """A step has changed attributes, on other replicas than the first one.
 
         Args:
@@ -161,7 +157,7 @@ class Rehearsals:
         # Told before the next step, which may have been rehearsed anew by then, and seen to do so.
         unseen = paths - known
         if unseen:
-            self.rules(*key).note_changed(unseen, batch)
+            self.rules(*key).news.note_changed(unseen, batch)
 
     def _agree(self) -> None:
         """Lets all processes take the loss for a sum if one of them saw that it is."""
@@ -191,8 +187,8 @@ class Rehearsals:
             fresh: Paths of what it does that no rehearsal has seen before.
         """
         before = self.rules(call.name, call.dataloader_idx)
-        before.is_outdated = False
-        news = self._take_news(call.name, before) | before.unchecked | fresh
+        before.news.is_pending = False
+        news = self._take_news(call.name, before) | before.news.unchecked | fresh
         found = self._try(call)
         if found is not None:
             self._follow(call, *found, before, news)
@@ -251,7 +247,7 @@ class Rehearsals:
             rules.loss_reduction = before.loss_reduction
         self._rules[key] = rules
         # Before threads append to a list in any order, which no later step could put right.
-        if rules.growing:
+        if rules.attributes.growing:
             strategy.session.replicas.note_shared_write(call.name)
         self._spot_checks.news(key, outcome.comparison.differences)
         self._keep_order(call.name, outcome.comparison)
@@ -289,7 +285,7 @@ class Rehearsals:
         except NotRehearsed as reason:
             self._say(f"dpx: {call.name}, checked before, could not be looked at again: {reason}")
             return False
-        fresh = frozenset((outcome.findings.keys() | outcome.logged.keys()) - (rules.seen or frozenset()))
+        fresh = frozenset((outcome.findings.keys() | outcome.logged.keys()) - (rules.news.seen or frozenset()))
         if fresh and self._again[key] < _AT_MOST:
             # What the step does for the first time in this batch is judged before it does so: in the real step
             # it would come together by types, and the next batch may not have it.
@@ -341,10 +337,10 @@ class Rehearsals:
             (rules.logged, of_logs, outcome.logged),
         ):
             # Of what was only zero nothing has been found that could be narrowed.
-            for path in before.keys() & now.keys() - rules.undecided:
+            for path in before.keys() & now.keys() - rules.news.undecided:
                 before[path] = now[path]
                 if CHANGES not in now[path].rules:
-                    rules.disjoint.discard(path.removeprefix("self."))
+                    rules.attributes.disjoint.discard(path.removeprefix("self."))
                 if now[path].rules and path in chosen_rules:
                     chosen_rules[path] = now[path].rules[0]
 
@@ -374,7 +370,7 @@ class Rehearsals:
         )
         return True
 
-    def after_step(self, name: str, rules: MergeRules) -> None:
+    def after_step(self, name: str, rules: AttributeRules) -> None:
         """Acts on what a real step did that no rehearsal can have seen: lists are full by now."""
         if not rules.lost_items:
             return
@@ -402,10 +398,8 @@ class Rehearsals:
 
     def _take_news(self, name: str, rules: MergeRules) -> frozenset[str]:
         """Takes, and announces, what a step did for the first time since it was rehearsed."""
-        news = frozenset(rules.news)
-        rules.news.clear()
+        news = rules.news.take()
         if news:
-            rules.seen = (rules.seen or frozenset()) | news  # once each, whatever the next rehearsal sees of it
             paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
             self._say(
                 f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was put "
@@ -440,51 +434,78 @@ class Rehearsals:
             findings = refined(earlier[0], findings)
             logged = refined(earlier[1], logged)
             found = {path: one.rules[0].kind for path, one in {**findings, **logged}.items() if one.rules}
-            sums = [path.removeprefix("result.") for path in self._rules[key].undecided if found.get(path) == "sum"]
+            was_zero = self._rules[key].news.undecided
+            sums = [path.removeprefix("result.") for path in was_zero if found.get(path) == "sum"]
             if sums:
                 rank_zero_warn(
                     f"dpx: {', '.join(sums)} of {key[0]} had been zero until the last batch, so its values were merged "
                     "by their type there; they add up, as is seen now."
                 )
         self._found[key] = findings, logged
-        outputs = chosen(findings)
-        values = chosen(logged)
-        known = MergeRules(outputs, values, outcome.judge.loss_reduction)
+        news_of_stage = self._rules[key].news
         # What differs from run to run was compared with nothing, and is no number that has only been zero.
-        known.undecided = (undecided(findings) | undecided(logged)) - outcome.unstable
-        known.seen = (self._rules[key].seen or frozenset()) | findings.keys() | logged.keys()
-        known.same_batch_sizes = outcome.judge.same_batch_sizes
-        known.buffers = outcome.judge.buffers
-        known.draws_once = outcome.judge.draws_once
-        known.draws = self._rules[key].draws or outcome.judge.draws
-        known.metrics_give_slices = outcome.judge.metrics_give_slices
-        known.growing = self._rules[key].growing | outcome.judge.growing
-        for place, number in outcome.judge.appended.items():
-            if all(one.rules for one in found_at(place, findings)):
-                known.appended[place] = number
-        known.seen_attributes = self._rules[key].seen_attributes | outcome.comparison.changed
-        attributes = {f"self.{path}" for path in known.seen_attributes}
-        known.unchecked = frozenset(news - attributes - outcome.findings.keys() - outcome.logged.keys())
-        known.times_unseen = self._rules[key].times_unseen
-        known.batch = self._rules[key].batch
-        known.row_counts = self._rules[key].row_counts
-        known.did_more_in = self._rules[key].did_more_in
-        known.rebound = {path for path in outcome.judge.numbers_among(findings) if f"self.{path}" in outputs}
-        known.disjoint = {path for path in known.rebound if CHANGES in findings[f"self.{path}"].rules}
-        if known.undecided and self._again[key] == _AT_MOST:
-            names = ", ".join(sorted(path.removeprefix("result.") for path in known.undecided))
+        still_zero = (undecided(findings) | undecided(logged)) - outcome.unstable
+        if still_zero and self._again[key] == _AT_MOST:
+            names = ", ".join(sorted(path.removeprefix("result.") for path in still_zero))
             rank_zero_warn(
                 f"dpx: {names} of {key[0]} was zero, or missing on some slices, in {_AT_MOST + 1} rehearsals and not "
                 "in batches, so nothing is known about whether it adds up over slices; it is merged by its type "
                 "(floating-point numbers are averaged, integers added)."
             )
-            known.undecided = frozenset()
-        return known
+            still_zero = frozenset()
+        news_of_stage.learn(
+            findings.keys() | logged.keys(),
+            outcome.comparison.changed,
+            undecided=still_zero,
+            news=news,
+            checked=outcome.findings.keys() | outcome.logged.keys(),
+        )
+        judge = outcome.judge
+        return MergeRules(
+            outputs={path: rule for path, rule in chosen(findings).items() if not is_kept(path)},
+            logged=chosen(logged),
+            loss_reduction=judge.loss_reduction,
+            news=news_of_stage,
+            attributes=_attribute_rules(self._rules[key].attributes, judge.attributes, findings, news_of_stage),
+            buffers=judge.buffers,
+            same_batch_sizes=judge.same_batch_sizes,
+            metrics_give_slices=judge.metrics_give_slices,
+            draws_once=judge.draws_once,
+            draws=self._rules[key].draws or judge.draws,
+        )
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             rank_zero_info(text)
         self._said.add(text)
+
+
+def _attribute_rules(
+    earlier: AttributeRules, judge: AttributeJudge, findings: Mapping[str, Finding], news: News
+) -> AttributeRules:
+    """How attributes come together after another rehearsal.
+
+    Args:
+        earlier: The rules until here.
+        judge: Of the rehearsal.
+        findings: Of it and earlier ones, together.
+        news: Of the stage.
+    """
+    rules = {path: rule for path, rule in chosen(findings).items() if is_kept(path)}
+    appended = dict[ListPlace, int]()
+    for place, number in judge.appended.items():
+        if all(one.rules for one in found_at(place, findings)):
+            appended[place] = number
+    rebound = {path for path in judge.numbers_among(findings) if f"self.{path}" in rules}
+    return AttributeRules(
+        rules=rules,
+        news=news,
+        appended=appended,
+        growing=earlier.growing | judge.growing,
+        rebound=rebound,
+        disjoint={path for path in rebound if CHANGES in findings[f"self.{path}"].rules},
+        row_counts=earlier.row_counts,
+    )
 
 
 def _least_rows_of(slices: Sequence[BatchSlice]) -> int:

@@ -133,25 +133,27 @@ def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation
 
     What is added to differs in a second step from what is set, while in a first one both are alike.
     """
-    for path in judge.numbers.unsettled:
+    attributes = judge.attributes
+    numbers = again.attributes.numbers
+    for path in attributes.numbers.unsettled:
         fits = (*SETTING, Rule(kind="first"))  # what steps set is the same after a second one on the same rows
         if path in whole.changed_numbers:
             # A running extreme would be the same as well.
-            fits = tuple(rule for rule in again.numbers.fitting.get(path, ()) if rule.kind not in ("max", "min"))
-        elif path in again.numbers.equal:
+            fits = tuple(rule for rule in numbers.fitting.get(path, ()) if rule.kind not in ("max", "min"))
+        elif path in numbers.equal:
             # So is a bank of features whose rows were written again. All slices have all of it
             # by then, and add nothing: it is no sum of what they have.
             fits = (CHANGES, Rule(kind="added"), Rule(kind="first"))
-        judge.settle(path, [rule for rule in judge.numbers.fitting[path] if rule in fits])
-        if path not in judge.rebound:
+        attributes.settle(path, [rule for rule in attributes.numbers.fitting[path] if rule in fits])
+        if path not in attributes.rebound:
             out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
-    for path in sorted(judge.rebound & again.numbers.fitting.keys() - again.numbers.equal):
-        fits = again.numbers.fitting[path]
+    for path in sorted(attributes.rebound & numbers.fitting.keys() - numbers.equal):
+        fits = numbers.fitting[path]
         # A running minimum that begins at infinity is the mean of its slices once, and then no more.
-        if f"self.{path}" not in judge.outputs or judge.outputs[f"self.{path}"] in fits:
+        if f"self.{path}" not in attributes.rules or attributes.rules[f"self.{path}"] in fits:
             continue
-        judge.settle(path, [rule for rule in judge.numbers.fitting[path] if rule in fits])
-        if path not in judge.rebound:
+        attributes.settle(path, [rule for rule in attributes.numbers.fitting[path] if rule in fits])
+        if path not in attributes.rebound:
             out.differences.append(("kept", _only_at_first(path)))
 
 

@@ -83,7 +83,7 @@ class SliceCheck:
         return Outcome(
             comparison=comparison,
             judge=judge,
-            findings={**judge.findings, **judge.kept_findings},
+            findings={**judge.findings, **judge.attributes.findings},
             logged=judge.logged_findings,
             unstable=unstable,
         )
@@ -169,7 +169,7 @@ class SliceCheck:
         running minimum that begins at infinity is the first loss.
         """
         # A second step costs as much as the first, and what keeps nothing has no second one that differs.
-        goes_on = comparison.kept or judge.numbers.settings or "sum" in judge.buffers.values()
+        goes_on = comparison.kept or judge.attributes.numbers.settings or "sum" in judge.buffers.values()
         kinds = {kind for kind, _ in comparison.differences}
         # By hand a second step begins with the new weights; otherwise, with the same ones on both sides.
         begins_alike = not (self._step.by_hand and kinds & {"gradient", "new weight"})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_dpx.errors import GatherError
-from lightning_dpx.replicas import MergeRules, Weights
+from lightning_dpx.replicas import MergeRules, News, Weights
 from lightning_dpx.replicas.merging.rule_search import Search
 from lightning_dpx.replicas.merging.rules import Rule
 from lightning_dpx.replicas.merging.tolerance import Tolerance
@@ -75,8 +75,8 @@ def test_a_constant_that_changes_is_told() -> None:
 
 
 def test_a_value_that_was_zero_so_far_is_noticed() -> None:
-    rules = MergeRules({"result": Rule(kind="by type")}, undecided=frozenset({"result"}))
+    rules = MergeRules({"result": Rule(kind="by type")}, news=News(undecided=frozenset({"result"})))
     rules.merge_outputs([0, 0], by_rows((1, 1)), CPU)
-    assert not rules.is_outdated
+    assert not rules.news.is_pending
     rules.merge_outputs([0, 1], by_rows((1, 1)), CPU)
-    assert rules.is_outdated
+    assert rules.news.is_pending

@@ -45,8 +45,8 @@ class Comparer:
             text = f"{', '.join(missing)} is logged by one device or by slices, but not by both"
             out.differences.append(("logged value", text))
         self.values("output", judge.findings, out)
-        self.values("kept value", judge.kept_findings, out)
-        self._state(whole, sliced, judge.left_apart, out)
+        self.values("kept value", judge.attributes.findings, out)
+        self._state(whole, sliced, judge.attributes.left_apart, out)
         # The first replica alone may call the logger, as on rank zero;
         # then there are as many calls.
         if len(whole.logger_calls) != len(sliced.logger_calls):
