@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_dpx.memory.plan.recomputed_values import Outline, values_of_choice
-from lightning_dpx.memory.plan.step_replay import StepReplay, TooOftenError
+from lightning_dpx.memory.plan.step_replay import BeyondLimitsError, Limits, StepReplay
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.places import seconds_of_places
 
@@ -96,27 +96,40 @@ class Forecaster:
         self._most_computed = float("inf") if most_times is None else most_times * len(profile.values)
         self.work: int = 0
 
-    def forecast(self, dropped: Collection[int], uncached: Collection[int] = ()) -> Forecast:
-        """The step if the values with these indices are dropped, some of them after every use."""
-        replay = self._replay(dropped, uncached)
+    def forecast(
+        self,
+        dropped: Collection[int],
+        uncached: Collection[int] = (),
+        *,
+        most_bytes: float = float("inf"),
+        most_seconds: float = float("inf"),
+    ) -> Forecast:
+        """The step if the values with these indices are dropped, some of them after every use.
+
+        Args:
+            dropped: Indices of values.
+            uncached: Those of them that are forgotten after every use.
+            most_bytes: A choice that takes more is out of the question; to find that out takes less work.
+            most_seconds: Likewise.
+        """
+        replay = self._replay(dropped, uncached, Limits(self._most_computed, most_bytes, most_seconds))
         try:
             return self._run(replay)
-        except TooOftenError:
+        except BeyondLimitsError:
             # A peak that no budget allows, so that no planner need ask whether the step was played
             # to its end.
             return Forecast(_OUT_OF_QUESTION, 0, float("inf"))
 
     def timeline(self, dropped: Collection[int], uncached: Collection[int] = ()) -> tuple[Forecast, np.ndarray]:
         """The forecast, and bytes of activations at every event of such a step (E)."""
-        replay = self._replay(dropped, uncached)
+        replay = self._replay(dropped, uncached, Limits(self._most_computed))
         try:
             return self._run(replay), replay.curve.most()
-        except TooOftenError:
+        except BeyondLimitsError:
             return Forecast(_OUT_OF_QUESTION, 0, float("inf")), np.full_like(self._outline.curve, _OUT_OF_QUESTION)
 
-    def _replay(self, dropped: Collection[int], uncached: Collection[int]) -> StepReplay:
-        choice = values_of_choice(self._outline, dropped, uncached)
-        return StepReplay(self._outline, choice, self._most_computed)
+    def _replay(self, dropped: Collection[int], uncached: Collection[int], limits: Limits) -> StepReplay:
+        return StepReplay(self._outline, values_of_choice(self._outline, dropped, uncached), limits)
 
     def _run(self, replay: StepReplay) -> Forecast:
         try:

@@ -10,7 +10,7 @@ from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for,
 from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, least_seconds_with_offloading, ways_to_offload
 from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, Model, fingerprint_of
 from lightning_dpx.memory.plan.planners.milp import programmed
-from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner
+from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner, lowest
 from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
@@ -33,6 +33,16 @@ class AutoPlanner(Planner):
         """The fastest within the budget; without one, the smallest."""
         planners: list[Planner] = [SearchPlanner(), OptimalPlanner()]
         return best(problem, [planner.choose(problem, budget) for planner in planners], budget)
+
+
+class SmallestPlanner(Planner):
+    """What takes least, however long: for a refusal, or to be filled up, which looks at the time."""
+
+    name = "smallest"
+
+    def choose(self, problem: Problem, budget: int | None) -> Choice:
+        """The lowest peak, whatever the budget."""
+        return best(problem, [SearchPlanner().choose(problem, None), lowest(problem)], None)
 
 
 @register_planner("milp")
@@ -237,8 +247,8 @@ def _in_reach_by_value(problems: Sequence[Problem], budget: int) -> bool:
 
 
 def _smallest(problems: Sequence[Problem]) -> Mixed:
-    """What takes least of all that is known, whichever planner found it."""
-    planner = AutoPlanner()
+    """What takes least of all that is known; nothing is done about its time."""
+    planner = SmallestPlanner()
     problem, choice = _chosen(problems, None, planner)
     return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)[0]
 

@@ -21,6 +21,7 @@ from lightning_dpx.registry import Registry
 
 MOST_TIMES = 40  # that values are computed in a step, on average: as few bytes as possible within reason
 P = TypeVar("P", bound="type[Planner]")
+_Key = tuple[frozenset[int], frozenset[int]]  # indices of values: that are dropped, that go after every use
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Problem:
         self.proved: dict[int, float] = {}
         self.lowered: list[Choice] = []
         self._forecaster = Forecaster(profile, MOST_TIMES)
-        self._forecasts: dict[tuple[frozenset[int], frozenset[int]], Forecast] = {}
+        self._forecasts: dict[_Key, Forecast] = {}
+        self._beyond: dict[_Key, tuple[int, float]] = {}  # bytes and seconds, one of which a choice takes more of
         # By storage, because values that share one (a tensor and its views) free it only together.
         members: dict[int, list[int]] = {}
         for index, value in enumerate(profile.values):
@@ -119,6 +121,24 @@ class Problem:
             at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
             self._forecasts[key] = self._forecaster.forecast(*key)
         return self._forecasts[key]
+
+    def forecast_within(self, choice: Choice, budget: int, seconds: float) -> Forecast | None:
+        """The step with this choice, or ``None`` where it takes more bytes or more time, which shows early in most."""
+        key = self.values_of(choice.dropped), self.values_of(choice.uncached)
+        result = self._forecasts.get(key)
+        if result is None:
+            beyond = self._beyond.get(key)
+            if beyond is not None and beyond[0] >= budget and beyond[1] >= seconds:
+                return None
+            at(f"choosing what to compute again, {len(self._forecasts)} choices tried")
+            result = self._forecaster.forecast(*key, most_bytes=budget, most_seconds=seconds)
+            # Of what was not played to its end no more is known.
+            if result.seconds == float("inf"):
+                self._beyond[key] = budget, seconds
+                return None
+            self._forecasts[key] = result
+        is_within = result.peak <= budget and result.seconds <= seconds
+        return result if is_within else None
 
     def timeline(self, choice: Choice) -> np.ndarray:
         """Bytes at every event of the step with this choice; its forecast is known then as well."""

@@ -8,6 +8,7 @@
 The rules are those of :mod:`lightning_dpx.memory.execute.values`, which does this with tensors.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_dpx.memory.plan.held_memory import HeldCurve, HeldMemory, OffloadedMemory
@@ -18,8 +19,23 @@ if TYPE_CHECKING:
     from lightning_dpx.memory.plan.recomputed_values import Outline, RecomputedValues
 
 
-class TooOftenError(Exception):
-    """Values are computed more often than is acceptable."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a choice may take; where it takes more, the step is not played to its end.
+
+    Attributes:
+        computations: How many values are computed.
+        num_bytes: At any event.
+        seconds: Of all computations.
+    """
+
+    computations: float = float("inf")
+    num_bytes: float = float("inf")
+    seconds: float = float("inf")
+
+
+class BeyondLimitsError(Exception):
+    """A choice takes more than is acceptable."""
 
 
 class StepReplay:
@@ -28,7 +44,7 @@ class StepReplay:
     Args:
         outline: Of the profile.
         choice: What is dropped.
-        most_computed: How many computations are acceptable.
+        limits: What is acceptable.
 
     Attributes:
         curve: Bytes at every event, after :meth:`run`.
@@ -38,7 +54,7 @@ class StepReplay:
         offloaded: What comes back from the host.
     """
 
-    def __init__(self, outline: "Outline", choice: "RecomputedValues", most_computed: float) -> None:
+    def __init__(self, outline: "Outline", choice: "RecomputedValues", limits: Limits) -> None:
         profile = outline.profile
         values = profile.values
         self._outline = outline
@@ -46,7 +62,8 @@ class StepReplay:
         self._uses = UseCounts(outline, choice)
         self._memory = HeldMemory(choice)
         self._has_nested = any(choice.nested)
-        self._most_computed = most_computed
+        self._limits = limits
+        self._room: list[float] | None = None  # beside what is kept, at each event
         self.computations: int = 0
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
         self._was_made = [False] * len(values)
@@ -62,10 +79,15 @@ class StepReplay:
         """The most bytes that are there at any event, and what is kept.
 
         Raises:
-            TooOftenError: more is computed than is acceptable.
+            BeyondLimitsError: it takes more than is acceptable.
         """
         profile = self._outline.profile
         kept = kept_memory(self._outline, self._choice, self.offloaded.order)
+        if self._limits.num_bytes < float("inf"):
+            room = self._limits.num_bytes - kept.curve
+            if room.min(initial=0.0) < 0:
+                raise BeyondLimitsError
+            self._room = room.tolist()
         for value in kept.compressed:  # it is expanded once, to compare
             self._note_spot(max(0, value.saved - 1), value.compact + value.num_bytes)
         event = 0
@@ -79,7 +101,10 @@ class StepReplay:
         return self.curve.end(kept.curve), kept
 
     def _note_spot(self, event: int, beside: int) -> None:
-        self.curve.note_spot(event, self._memory.num_bytes + self.offloaded.on_the_way.num_bytes + beside)
+        num_bytes = self._memory.num_bytes + self.offloaded.on_the_way.num_bytes + beside
+        if self._room is not None and num_bytes > self._room[min(event, len(self._room) - 1)]:
+            raise BeyondLimitsError
+        self.curve.note_spot(event, num_bytes)
 
     def _advance(self, start: int, stop: int) -> None:
         """Notes what is held between two requests."""
@@ -153,8 +178,8 @@ class StepReplay:
         memory = self._memory
         memory.there[index] = True
         self.computations += 1
-        if self.computations > self._most_computed:
-            raise TooOftenError
+        if self.computations > self._limits.computations or self.seconds > self._limits.seconds:
+            raise BeyondLimitsError
         value = self._outline.profile.values[index]
         if self.offloaded.order and index in self.offloaded:
             self.fetches.append(value.copying)

@@ -62,6 +62,21 @@ def test_a_choice_that_makes_values_too_often_is_out_of_the_question() -> None:
     assert result.rank(None) > forecast(profile, dropped).rank(None)
 
 
+def test_what_takes_more_than_is_acceptable_is_found_out_with_less_work() -> None:
+    profile = chain(LENGTH)
+    dropped = range(1, LENGTH)
+    forecaster = Forecaster(profile)
+    whole = forecaster.forecast(dropped, dropped)
+    work = forecaster.work
+    same = forecaster.forecast(dropped, dropped, most_bytes=whole.peak, most_seconds=whole.seconds)
+    assert same == whole
+    assert forecaster.work == 2 * work
+    for limits in ({"most_bytes": whole.peak - 1}, {"most_seconds": 0.9 * whole.seconds}):
+        before = forecaster.work
+        assert forecaster.forecast(dropped, dropped, **limits).seconds == float("inf")
+        assert forecaster.work - before < work
+
+
 def test_the_work_of_forecasts_adds_up_and_depends_on_the_step_only() -> None:
     first, second = Forecaster(chain(LENGTH)), Forecaster(chain(LENGTH, seconds=5.0))
     for each in (first, second):

@@ -50,3 +50,17 @@ def test_a_planner_is_known_by_its_name_and_a_name_has_one_planner() -> None:
         assert PLANNERS[name].name == name
     with pytest.raises(dpx.ConfigurationError, match="'search' is taken by SearchPlanner"):
         register_planner("search")(type("Other", (Planner,), {}))
+
+
+def test_a_choice_is_within_a_budget_and_a_time_or_not_whatever_was_asked_before() -> None:
+    problem = Problem(chain(12))
+    choice = Choice(frozenset(problem.droppable))
+    whole = Problem(problem.profile).forecast(choice)
+    assert problem.forecast_within(choice, whole.peak - 1, whole.seconds) is None
+    assert problem.forecast_within(choice, whole.peak, 0.5 * whole.seconds) is None
+    work = problem.work
+    assert problem.forecast_within(choice, whole.peak - 1, 0.5 * whole.seconds) is None
+    assert problem.work == work, "what takes too much takes too much of less"
+    assert problem.forecast_within(choice, whole.peak, whole.seconds) == whole
+    assert problem.forecast_within(choice, whole.peak - 1, whole.seconds) is None
+    assert problem.forecast(choice) == whole

@@ -58,8 +58,11 @@ class OptimalPlanner(Planner):
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """The best choice within the budget; without one, the lowest peak, see :func:`_lowered`."""
         if budget is None:
-            lowest = best(problem, _lowered(problem), None)
-            return hasten(problem, lowest, problem.forecast(lowest).peak, problem.work + HASTENING)
+            peak = problem.forecast(lowest(problem)).peak
+            # Several choices may have the lowest peak, and one that takes longer may lead to one that takes less.
+            rivals = [choice for choice in _lowered(problem) if problem.forecast(choice).peak <= peak]
+            until = problem.work + HASTENING
+            return best(problem, [hasten(problem, choice, peak, until) for choice in rivals], None)
         relaxation = problem.relaxation
         least, dropped = knapsack(relaxation, budget)
         # Otherwise no choice is within the budget, and the lowest one is the answer.
@@ -78,6 +81,11 @@ class OptimalPlanner(Planner):
             if result.peak <= budget:
                 return hasten(problem, choice, budget, problem.work + HASTENING)
         return best(problem, _filled(problem, _lowered(problem), budget), budget)
+
+
+def lowest(problem: Problem) -> Choice:
+    """The lowest peak that was found, however long the step takes."""
+    return best(problem, _lowered(problem), None)
 
 
 def _filled(problem: Problem, lowered: list[Choice], budget: int) -> list[Choice]:
@@ -114,7 +122,12 @@ def _lowered_of(nominal: Profile) -> tuple[Choice, ...]:
     descent = Descent(problem.relaxation, LOWERING)
     # Steps down end in a low place near where they begin, so they begin in several.
     starts = [*_lowest(problem), Choice(every, problem.unnested), Choice(), *_nested(problem)]
-    return tuple(dict.fromkeys(descent.lower(start) for start in starts))
+    found = [descent.lower(start) for start in starts]
+    # What is computed less often has less beside it: to spare time may spare bytes, too, and lead further down.
+    smallest = best(problem, found, None)
+    quicker = hasten(problem, smallest, problem.forecast(smallest).peak, problem.work + HASTENING)
+    found += [quicker, Descent(problem.relaxation, REACHING).lower(quicker)]
+    return tuple(dict.fromkeys(found))
 
 
 def _rivals(relaxation: Relaxation, first: Choice, budget: int) -> Iterator[Choice]:

@@ -156,8 +156,8 @@ def _filled(problem: "Problem", choice: Choice, budget: int, change: _Change) ->
     while waiting and misses < _MOST_MISSES:
         handful = frozenset(waiting[:size])
         attempt = change(choice, handful)
-        after = problem.forecast(attempt)
-        if after.peak <= budget and after.seconds <= result.seconds:
+        after = problem.forecast_within(attempt, budget, result.seconds)
+        if after is not None:
             choice = attempt
             result = after
             waiting = waiting[len(handful) :]
@@ -204,11 +204,11 @@ def _hastened(problem: "Problem", choice: Choice, budget: int, until: float) -> 
     while waiting and problem.work <= until:
         _, number, change, unit_alone = heapq.heappop(waiting)
         attempt = change(choice, unit_alone)
-        after = problem.forecast(attempt)
-        gain = now - after.seconds
+        after = problem.forecast_within(attempt, budget, now)
         # Also what was taken before, of which nothing is left to gain.
-        if after.peak > budget or gain <= 0:
+        if after is None or after.seconds >= now:
             continue
+        gain = now - after.seconds
         if waiting and gain < -waiting[0][0]:
             heapq.heappush(waiting, (-gain, number, change, unit_alone))
             continue
