@@ -71,6 +71,7 @@ class Rehearsal:
         self._whole = WholeRun(self._step, self._rows)
         self._sliced = SlicedRun(self._step, self._rows)
         self._looks_again = False
+        self._plans_memory: bool = strategy.plans_memory
         self.needs_equal_slices: bool = False
         self.least_rows: int = 0
 
@@ -123,9 +124,12 @@ class Rehearsal:
             # Without graphs it takes as much memory as a few rows do; by hand there is no step without them.
             with nullcontext() if self._step.by_hand else torch.no_grad():
                 outcome = self._visited(look)
-        except NotRehearsed:
+        except NotRehearsed as reason:
             if self._step.by_hand or not self._step.trains:
                 raise
+            # What a graph keeps of a few rows is planned for no budget: micro-batches may have one row each.
+            if self._plans_memory:
+                raise NotRehearsed(f"without a graph, for which memory_budget has no room, {reason}") from None
             # A step with a backward of its own (a gradient penalty) runs with graphs only.
             outcome = self._visited(look)
         # What one look finds may fit by chance: rules count only together with those of before.

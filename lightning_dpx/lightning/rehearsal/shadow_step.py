@@ -224,8 +224,15 @@ class ShadowStep:
         """Gives owners gradients, as a step before would have left them; any numbers will do."""
         if self.trains and not self.by_hand:
             for parameter in owners:
-                # Not zeros: to read zeros may make no difference where real gradients would.
-                parameter.grad = parameter.detach() + 0.01 if parameter.requires_grad else None
+                parameter.grad = self._earlier_gradient(parameter) if parameter.requires_grad else None
+
+    def _earlier_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        # Not zeros: to read zeros may make no difference where real gradients would.
+        if torch.is_grad_enabled():
+            return parameter.detach() + 0.01
+        # No backward adds to it. One number for all elements takes no memory, of which a budget leaves none: the real
+        # gradients are there as well. A step that writes it in place fails, and is not looked at without a graph.
+        return parameter.new_full((), 0.01).expand_as(parameter)
 
     def watch_batch(self, rows: Any) -> BatchWrites:
         """Sees what the next run writes into its batch, if hooks of the real run look at that."""
