@@ -3,18 +3,59 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 
-from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.python_objects.own_attributes import own_attributes
+from lightning_dpx.replicas.containers import children_of, is_value
+from lightning_dpx.torch_compat import with_memory_in
 
 MOST_STEPS = 8  # that are remembered, of different shapes
+_NO_DATA = (nn.Module, Dataset, type)  # which an object in a batch may lead to
 T = TypeVar("T")
 Shapes = tuple[tuple[int, ...], ...]
+Array = torch.Tensor | np.ndarray[Any, Any]
+
+
+def arrays_in(batch: Any) -> list[Array]:
+    """All tensors and arrays of ``batch``, in order: in its containers, and in the attributes of its objects."""
+    found: list[Array] = []
+    seen: dict[int, Any] = {}  # what was met, which is held so that its id stays its own
+    waiting = [batch]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.Tensor):
+            found += with_memory_in(node)  # a jagged one has rows in one of them, and no number of its own for its dim
+        elif isinstance(node, np.ndarray):
+            found.append(node)
+        elif not is_value(node) and not isinstance(node, _NO_DATA) and id(node) not in seen:
+            seen[id(node)] = node
+            waiting += reversed(_parts_of(node))  # it is popped from the end
+    return found
+
+
+def _parts_of(node: Any) -> list[Any]:
+    children = children_of(node)
+    if children is not None:
+        return [child for _, child in children]
+    # Such as a packed sequence, which is cut as a whole.
+    if isinstance(node, tuple):
+        return list(node)
+    return list((own_attributes(node) or {}).values())
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """The shapes of all tensors in ``batch``, in order."""
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    """The shapes of all tensors and arrays in ``batch``, in order."""
+    return tuple(map(_shape_of, arrays_in(batch)))
+
+
+def _shape_of(array: Array) -> tuple[int, ...]:
+    # Rows of different lengths have no shape together.
+    if isinstance(array, torch.Tensor) and array.is_nested:
+        return (array.numel(),)
+    return tuple(array.shape)
 
 
 class KnownShapes:

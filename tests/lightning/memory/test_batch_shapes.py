@@ -1,6 +1,10 @@
 """Batches of several shapes share one plan, which keeps the worst of them within the budget."""
 
 import gc
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
@@ -230,3 +235,65 @@ def test_a_batch_that_was_refused_leaves_the_plan_to_those_that_fit(sim: Any) ->
     options: dict[str, Any] = {"callbacks": [finder], "limit_train_batches": 2, "accelerator": "sim", "max_epochs": 1}
     make_trainer(strategy=strategy, **options).fit(Grows())
     assert found[-1] > 0, "the last batches follow a plan"
+
+
+@dataclass
+class Tokens:
+    ids: torch.Tensor
+
+
+def jagged(*lengths: int) -> torch.Tensor:
+    rows = [torch.zeros(length, 2) for length in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    "of_length",
+    [
+        lambda length: UserDict(ids=torch.zeros(2, length)),  # as the collators of transformers return it
+        lambda length: [Tokens(torch.zeros(2, length))],
+        lambda length: {"text": SimpleNamespace(parts=[torch.zeros(2, length), "words"])},
+        lambda length: pack_sequence([torch.zeros(length, 2), torch.zeros(1, 2)]),
+        lambda length: jagged(length, 1),
+        lambda length: torch.zeros(2, length).numpy(),
+    ],
+    ids=["a mapping", "a dataclass", "an object", "packed", "jagged", "an array"],
+)
+def test_tensors_in_batches_of_any_kind_have_shapes(of_length: Callable[[int], Any]) -> None:
+    known = KnownShapes()
+    known.add(of_length(4))
+    assert known.hold(of_length(4))
+    assert known.hold(of_length(3))
+    assert not known.hold(of_length(5))
+
+
+def test_a_longer_batch_is_planned_for_whatever_holds_its_tensors(sim: Any) -> None:
+    peaks = list[int]()
+
+    class Tower(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            gc.collect()
+            sim.reset_peak_memory_stats(0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch["ids"]).square().mean()
+            return loss
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            peaks.append(sim.max_memory_allocated(0))
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, _: int) -> Any:
+            return UserDict({name: rows.to(device) for name, rows in batch.items()})
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    batches = DataLoader([UserDict(ids=torch.randn(8, length, 64)) for length in (16, 256, 256)], batch_size=None)
+    strategy = dpx.DPXStrategy(memory_budget=4 * MIB, micro_batches=1, plan_cache=False)
+    make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1).fit(Tower(), batches)
+    assert peaks[0] < MIB, "the premise: nothing need be computed again for the first batch"
+    assert peaks[2] <= 4 * MIB
