@@ -427,7 +427,8 @@ class MemoryPlanning:
         least = format_bytes(held + sharing * (error.smallest or 0))
         error.add_note(
             f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which parameters, "
-            f"gradients, their reduction and optimizer state take {format_bytes(held)}; it must allow at least {least}."
+            f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; it must allow at "
+            f"least {least}."
         )
 
     def explain(
@@ -467,8 +468,9 @@ class MemoryPlanning:
                 beside = f", with {format_bytes(moving)} that the reduction of gradients needs beside them"
                 way_out = "use more gradient_buckets, reducer='colocate' or shifts"
             raise BudgetError(
-                f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and parameters, gradients "
-                f"and optimizer state alone take {format_bytes(most)}{beside}. Allow more, or {way_out}."
+                f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and what is there beside "
+                f"activations (parameters, gradients, optimizer state, the batch) takes {format_bytes(most)}{beside}. "
+                f"Allow more, or {way_out}."
             )
         return limit - held
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
+from lightning_dpx.lightning.memory.batch_shapes import arrays_in
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import key_of
 
@@ -57,7 +58,7 @@ class StaticMemory:
         return self.present(device) + self.coming_gradients(device) + self.states.get(device, 0)
 
     def present(self, device: torch.device) -> int:
-        """Bytes on ``device`` now; on the host, where memory is not counted, of parameters and buffers."""
+        """Bytes on ``device`` now; on the host, where memory is not counted, of parameters, buffers and the batch."""
         parameters = self._parameters(device)
         # The resident memory of the process holds much that is no tensor, and freed pages as well.
         if is_host(device):  # where memory is not counted
@@ -71,7 +72,7 @@ class StaticMemory:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storages[key_of(storage)] = storage.nbytes()
-            return sum(storages.values())
+            return sum(storages.values()) + self._bytes_of_batch()
         return allocated_and_peak(device)[0]
 
     def gradients(self, device: torch.device) -> int:
@@ -81,6 +82,20 @@ class StaticMemory:
     def coming_gradients(self, device: torch.device) -> int:
         """Bytes of the gradients that are not there yet."""
         return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
+
+    def _bytes_of_batch(self) -> int:
+        """Of the batch on the host; that of a step on a device is copied there within the step, and counted with it."""
+        sizes: dict[tuple[int, int, int], int] = {}
+        for batch_slice in self.slices:
+            for array in arrays_in(batch_slice.batch):
+                # Arrays of NumPy are not the allocator's.
+                if not isinstance(array, torch.Tensor) or array.layout is not torch.strided:
+                    continue
+                # A part of a larger storage: the rest may be the whole data set, which is no part of a step.
+                if is_host(array.device):
+                    key = key_of(array.untyped_storage()), int(array.storage_offset()), array.nbytes
+                    sizes[key] = array.nbytes
+        return sum(sizes.values())
 
     def _parameters(self, device: torch.device) -> list[nn.Parameter]:
         found: dict[int, nn.Parameter] = {}  # each once: micro-batches share theirs

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationBytes
+from lightning_dpx.torch_compat import tree_leaves
 from tests.conftest import StepsByHand, make_loader, make_trainer
 
 KIB = 1024
@@ -79,6 +80,11 @@ class Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
         for size in self.sizes:
             yield (torch.linspace(-1, 1, 8 * size).reshape(size, 8),)
+
+
+def bytes_of_batch() -> int:
+    """Of the first of :func:`large_batches`, which is there beside its step."""
+    return sum(leaf.nbytes for leaf in tree_leaves(next(iter(large_batches()))))
 
 
 def large_batches(num_rows: int = 2 * ROWS + 50) -> DataLoader[Any]:
@@ -177,7 +183,7 @@ def test_what_parts_do_not_tell_stays_whole_and_over_the_budget_is_said_to_be(ki
 def test_an_evaluation_without_a_fit_has_no_gradients_to_make_room_for(one_device, caplog) -> None:
     module = Wide()
     caplog.set_level("INFO")
-    budget = static(module) // 2 + (3 << 20)
+    budget = static(module) // 2 + bytes_of_batch() + (3 << 20)
     trainer = make_trainer(strategy=dpx.DPXStrategy(memory_budget=budget))
     trainer.validate(module, large_batches(), verbose=False)
     plain = Wide()
@@ -214,7 +220,7 @@ def test_a_larger_batch_is_looked_at_again_and_a_smaller_one_is_not(caplog) -> N
     module = Wide()
     caplog.set_level("INFO")
     batches = Batches(64, 256, 32, 300)
-    budget = static(module) // 2 + (3 << 20)
+    budget = static(module) // 2 + bytes_of_batch() + (3 << 20)
     trainer = make_trainer(strategy=dpx.DPXStrategy(memory_budget=budget))
     predicted = torch.cat(trainer.predict(module, DataLoader(batches, batch_size=None)))
     expected = torch.cat([module(rows).detach() for (rows,) in batches])

@@ -57,7 +57,7 @@ def told(caplog: Any, start: str) -> list[str]:
 
 def test_a_budget_without_room_for_parameters_is_refused_before_data_are_loaded() -> None:
     error = refused(watched(), memory_budget="0.25MiB")
-    assert "parameters, gradients and optimizer state alone take" in str(error)
+    assert "beside activations (parameters, gradients, optimizer state, the batch) takes" in str(error)
 
 
 def test_an_example_batch_that_cannot_fit_is_refused_before_data_are_loaded() -> None:

@@ -137,7 +137,7 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
 
 
 def test_a_budget_that_the_reduction_breaks_is_refused_with_both_numbers() -> None:
-    with pytest.raises(dpx.BudgetError, match=r"alone take .* with 1\.60 MiB that the reduction .* gradient_buckets"):
+    with pytest.raises(dpx.BudgetError, match=r"takes .* with 1\.60 MiB that the reduction .* gradient_buckets"):
         trained(tower(dropout=0.0), 2, memory_budget="3MiB", reducer="collective", gradient_buckets=0)
 
 
@@ -200,3 +200,24 @@ def peaks_of_later_steps(model: LightningModule, whole: torch.Tensor, sim: Any, 
     finally:
         gc.enable()
     return peaks
+
+
+def test_a_batch_on_the_host_is_part_of_what_a_step_takes_there() -> None:
+    """It is copied to an accelerator within the step; on the host it is there, and nothing copies it."""
+    rows = 2048
+    whole = torch.randn(4 * rows, 64)  # of the data set, of which the loader below gives parts
+    torch.manual_seed(0)
+    model = LargeHead()
+    strategy = dpx.DPXStrategy(memory_budget="14MiB", micro_batches=1)
+    budgets = list[int | None]()
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            budgets.extend(plan.budget for plan in strategy.planning.plans.values())
+
+    batches = DataLoader(TensorDataset(whole), rows)
+    on_host: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "callbacks": [Look()]}
+    make_trainer(max_epochs=1, strategy=strategy, **on_host).fit(model, batches)
+    # Each parameter has a gradient, and SGD no state.
+    lasting = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert set(budgets) == {14 * MIB - lasting - rows * 64 * 4}
