@@ -58,7 +58,7 @@ class StaticMemory:
         return self.present(device) + self.coming_gradients(device) + self.states.get(device, 0)
 
     def present(self, device: torch.device) -> int:
-        """Bytes on ``device`` now; on the host, where memory is not counted, of parameters, buffers and the batch."""
+        """Bytes on ``device`` now; on the host, where memory is not counted, parameters, gradients, buffers, batch."""
         parameters = self._parameters(device)
         # The resident memory of the process holds much that is no tensor, and freed pages as well.
         if is_host(device):  # where memory is not counted
@@ -67,6 +67,10 @@ class StaticMemory:
                 tensors += [
                     buffer for buffer in batch_slice.replica.buffers if is_host(canonical_device(buffer.device))
                 ]
+            # Those of an earlier batch are no coming ones; sparse ones have no storage.
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    tensors.append(parameter.grad)
             # Replicas on the host share the storage of their parameters: each storage counts once.
             storages = {}
             for tensor in tensors:
