@@ -19,6 +19,7 @@ from torch.optim import LBFGS
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.lightning.lightning_api import LightningModule
+from lightning_dpx.python_objects.object_graph import pairs_of
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice, MergeRules, children_of, rebuild, weights_of
 from lightning_dpx.replicas.containers import PLAIN
@@ -337,7 +338,7 @@ def _contents(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
             for value in node:
                 yield from _contents(value, seen)
         elif isinstance(node, dict):
-            for key, value in node.items():
+            for key, value in pairs_of(node):
                 yield key, None
                 yield from _contents(value, seen)
         # Classes, modules and functions would lead out of the batch, to the whole program.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_dpx.python_objects.object_graph import content_of, pairs_of
+from lightning_dpx.python_objects.object_graph import content_of, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.torch_compat import key_of
@@ -231,11 +231,12 @@ class Digest:
         if isinstance(value, dict):
             found += self._items(value, [each for pair in pairs_of(value) for each in pair])
         elif isinstance(value, list | tuple | deque):
-            found += self._items(value, list(value))
+            found += self._items(value, items_of(value))
         elif isinstance(value, set | frozenset):
             # Sorted for the same reason; a set of other objects has no order to rely on, and counts
             # by its size.
-            found += self._items(value, sorted(value, key=repr) if all(isinstance(x, _ATOMS) for x in value) else [])
+            items = items_of(value)
+            found += self._items(value, sorted(items, key=repr) if all(isinstance(x, _ATOMS) for x in items) else [])
         if not is_installed(type(value).__module__):
             found.append(type(value))
         attributes = own_attributes(value)
@@ -248,7 +249,7 @@ class Digest:
         self._push(found)
 
     def _items(self, held: Any, items: list[Any]) -> list[Any]:
-        self._note(len(held))
+        self._note(size_of(held))
         if len(items) > _MOST_ITEMS and all(isinstance(item, _ATOMS) for item in items):
             return items[:_MOST_ITEMS]
         return items
@@ -258,7 +259,7 @@ def _counts(key: str, value: Any) -> bool:
     """Whether an attribute of a module takes part in a step; of its hooks those that are there."""
     if key in _NOT_OF_THE_STEP or key == "training":
         return False
-    return not (isinstance(value, dict) and not value)
+    return not (isinstance(value, dict) and size_of(value) == 0 and not own_attributes(value))
 
 
 def _is_of_class(key: str, value: Any) -> bool:

@@ -30,6 +30,7 @@ _OPAQUE = (types.ModuleType, types.MappingProxyType, types.FrameType, types.Trac
 
 _DICTS = frozenset({dict, OrderedDict})
 MUTABLE: tuple[type, ...] = (list, dict, set, deque)
+_CONTAINERS = (*MUTABLE, tuple, frozenset)
 _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -88,6 +89,31 @@ def pairs_of(held: dict[Any, Any]) -> list[tuple[Any, Any]]:
     # An OrderedDict keeps its order beside that of the dict.
     base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
     return list(base.items(held))
+
+
+def size_of(held: Any) -> int:
+    """How many items a list, dict, set, tuple or deque holds now; not what its own ``__len__`` does."""
+    base = _base_of(held)
+    return len(held) if base is None else base.__len__(held)
+
+
+def items_of(held: Any) -> list[Any]:
+    """The items of one now, the values of a dict; not what its own ``__iter__`` or ``values`` does."""
+    if isinstance(held, dict):
+        return [value for _, value in pairs_of(held)]
+    base = _base_of(held)
+    return list(held) if base is None else list(base.__iter__(held))
+
+
+def _base_of(held: Any) -> Any:
+    """The class of Python that stores what a subclass holds; ``None`` for an object of such a class itself."""
+    kind = type(held)
+    if kind in _CONTAINERS:
+        return None
+    for base in _CONTAINERS:
+        if issubclass(kind, base):
+            return base
+    return None
 
 
 def content_of(cell: types.CellType) -> Any:

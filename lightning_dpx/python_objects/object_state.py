@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_graph import ATOMS, content_of, pairs_of
+from lightning_dpx.python_objects.object_graph import ATOMS, content_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, same_state, state_of
@@ -432,7 +432,7 @@ def _is_own(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.nbytes <= _MOST_BYTES
     if isinstance(value, _CONTAINERS):
-        return len(value) <= _LARGEST_CONTAINER
+        return size_of(value) <= _LARGEST_CONTAINER
     return isinstance(value, _CALLED) or not is_installed(type(value).__module__)
 
 

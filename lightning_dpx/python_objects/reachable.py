@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dpx.python_objects.object_graph import may_hold, pairs_of
+from lightning_dpx.python_objects.object_graph import items_of, may_hold, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
 from lightning_dpx.python_objects.own_attributes import own_attributes
 
@@ -99,8 +99,8 @@ class _Search:
                 for key, item in pairs_of(value):
                     self._add((step, "item", key), item)
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            if 0 < len(value) <= _MAX_ITEMS:
-                for index, item in enumerate(list(value)):
+            if 0 < size_of(value) <= _MAX_ITEMS:
+                for index, item in enumerate(items_of(value)):
                     self._add((step, "item", index), item)
         elif isinstance(value, types.FunctionType | types.MethodType):
             self._add_names(value)

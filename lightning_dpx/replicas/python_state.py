@@ -26,7 +26,15 @@ from torch import nn
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
-from lightning_dpx.python_objects.object_graph import ATOMS, MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
+from lightning_dpx.python_objects.object_graph import (
+    ATOMS,
+    MUTABLE,
+    ObjectGraph,
+    is_tensor_or_module,
+    items_of,
+    pairs_of,
+    size_of,
+)
 from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.hook_copies import HookCopies
@@ -495,16 +503,17 @@ def _modules_of(kept: Iterable[Any]) -> set[int]:
 def _mark(container: Any) -> Any:
     """Differs if a container was changed; beyond a few items, if their number was."""
     # Asked in every step: a list of thousands of losses must not be walked for it.
-    if len(container) > _SMALL:
-        return len(container)
-    return list(map(id, container.values() if isinstance(container, dict) else container))
+    size = size_of(container)
+    if size > _SMALL:
+        return size
+    return list(map(id, items_of(container)))
 
 
 def _content_of(container: Any) -> list[Any] | None:
     """What a small container holds, for :func:`_fill`."""
-    if len(container) > _SMALL:
+    if size_of(container) > _SMALL:
         return None
-    return list(container.items() if isinstance(container, dict) else container)
+    return pairs_of(container) if isinstance(container, dict) else items_of(container)
 
 
 def _fill(container: Any, mark: Any, content: list[Any] | None) -> None:
@@ -526,7 +535,7 @@ def _fill(container: Any, mark: Any, content: list[Any] | None) -> None:
 def _has_grown(entry: tuple[Any, Any]) -> bool:
     """Whether a container has another number of items than its mark says."""
     container, mark = entry
-    return len(container) != (mark if isinstance(mark, int) else len(mark))
+    return size_of(container) != (mark if isinstance(mark, int) else len(mark))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.errors import describe_error
 from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.python_objects.object_graph import size_of
 from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas.early_backward import loss_of
 from lightning_dpx.replicas.tensor_checksums import checksums
@@ -119,7 +120,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, value in vars(child).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 # Something appended leaves the container the same object.
-                size = len(value) if isinstance(value, list | dict | set) else 0
+                size = size_of(value) if isinstance(value, list | dict | set) else 0
                 yield f"{path}.{key}".lstrip("."), (id(value), size)
     for path, buffer in module.named_buffers():
         yield path, (id(buffer), version_counter(buffer))

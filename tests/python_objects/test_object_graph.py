@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_graph import ObjectGraph, children_of_object, content_of, pairs_of
+from lightning_dpx.python_objects.object_graph import (
+    ObjectGraph,
+    children_of_object,
+    content_of,
+    items_of,
+    pairs_of,
+    size_of,
+)
 
 
 class Slotted:
@@ -63,10 +70,26 @@ class Answers(dict[str, Any]):
     def items(self) -> Any:
         raise AssertionError("asked")
 
+    __len__ = __iter__ = values = keys = items
 
-def test_a_dict_is_read_past_its_own_methods_and_an_empty_cell_is_none() -> None:
+
+class Rows(list[int]):
+    def __iter__(self) -> Any:
+        raise AssertionError("asked")
+
+    __len__ = __iter__
+
+
+def test_containers_are_read_past_their_own_methods() -> None:
     assert pairs_of(Answers(a=1)) == [("a", 1)]
+    assert items_of(Answers(a=1)) == [1]
+    assert items_of(Rows((3, 4))) == [3, 4]
+    assert items_of({"a": 1}) == [1]
+    assert items_of((1, 2)) == [1, 2]
+    assert [size_of(Answers(a=1)), size_of(Rows((3, 4))), size_of("abc"), size_of({1})] == [1, 2, 3, 1]
 
+
+def test_an_empty_cell_is_none() -> None:
     def outer() -> Any:
         def inner() -> Any:
             return later

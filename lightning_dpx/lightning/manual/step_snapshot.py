@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dpx.devices import RandomStates, is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
 from lightning_dpx.lightning.manual.shared_gradients import Mark
+from lightning_dpx.python_objects.object_graph import items_of, pairs_of
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import GeneratorStates
@@ -104,8 +105,8 @@ class StepSnapshot:
                 self._contents.append((value, value.copy()))
             elif isinstance(value, (tuple, *_CONTAINERS)):
                 self._keep_content(value)
-                waiting.extend(value)
-                waiting.extend(value.values() if isinstance(value, dict) else ())
+                waiting.extend(items_of(value))
+                waiting.extend([key for key, _ in pairs_of(value)] if isinstance(value, dict) else ())
             elif own_attributes(value) is not None:
                 self._seen[id(value)] = value
                 # An object's attributes are a dict, which is kept and refilled like any other.
@@ -114,8 +115,10 @@ class StepSnapshot:
     def _keep_content(self, container: Any) -> None:
         self._seen[id(container)] = container
         if not isinstance(container, tuple):
+            # Past the methods of a subclass, which may load what it has not yet.
             kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-            self._contents.append((container, kind(container)))
+            items = pairs_of(container) if isinstance(container, dict) else items_of(container)
+            self._contents.append((container, kind(items)))
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         """A copy on the host, where there is room beside what the step takes."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.object_graph import pairs_of
 from lightning_dpx.python_objects.origin import is_library, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas.mirrors import has_attributes
@@ -263,6 +264,8 @@ def _is_looked_into(value: Any) -> bool:
 
 
 def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:
+    if isinstance(value, dict):
+        return islice(pairs_of(value), _LARGEST)
     if isinstance(value, Mapping):
         return iter(list(islice(value.items(), _LARGEST)))
     if isinstance(value, list | tuple | deque):

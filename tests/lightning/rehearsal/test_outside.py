@@ -112,6 +112,45 @@ class LabelsInAGlobal(Keeps):
         THREADS.extend([threading.current_thread().name] * len(batch[1]))  # as many as on one device
 
 
+class Loads(dict[str, float]):
+    """Loads what it is asked for, as mappings of names to models do; here there is nothing to load."""
+
+    def items(self) -> Any:
+        raise ImportError("a model of the mapping is not there")
+
+    __len__ = __iter__ = __bool__ = __contains__ = keys = values = get = items  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+FACTORS = Loads(loss=2.0)
+
+
+class ByMappingsThatLoad(Keeps):
+    """Its loss is a mean over pairs of rows, which slices do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = Loads(loss=2.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.net(batch[0])
+        return torch.pdist(rows).mean() * FACTORS["loss"] * self.factors["loss"]
+
+
+class ByHand(ByMappingsThatLoad):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).square().mean() * FACTORS["loss"] * self.factors["loss"]
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
 def fit(kind: type[LightningModule], execution: str = "") -> Any:
     torch.manual_seed(0)
     model = kind()
@@ -146,3 +185,14 @@ def test_threads_take_turns_where_a_step_writes_outside_of_the_module() -> None:
     LABELS.clear()
     fit(LabelsInAGlobal)
     assert labels == LABELS
+
+
+def test_mappings_that_load_what_they_are_asked_for_are_read_past_their_methods() -> None:
+    """Their own methods fail: no replicas were made, and a step that reached one as a global was not checked."""
+    with pytest.warns(UserWarning, match="is not what it is on one device: the loss is"):
+        fit(ByMappingsThatLoad, "inline")
+
+
+def test_steps_by_hand_leave_mappings_that_load_alone() -> None:
+    weights = [fit(ByHand, execution).net.weight for execution in ("", "inline")]
+    assert torch.allclose(*weights)

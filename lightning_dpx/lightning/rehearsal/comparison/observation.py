@@ -1,7 +1,7 @@
 """What can be seen of one run of a step: copies of it, which can be compared with another run's later."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
+from lightning_dpx.python_objects.object_graph import items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
@@ -127,16 +128,17 @@ class _Freezer:
         return self._known[key][1]
 
     def _content(self, value: Any, depth: int) -> Any:
-        if isinstance(value, list | tuple | deque | dict | set | frozenset) and len(value) > _LONGEST:
-            return len(value)
+        if isinstance(value, list | tuple | deque | dict | set | frozenset) and size_of(value) > _LONGEST:
+            return size_of(value)
         if isinstance(value, list | tuple | deque):
-            return [self.frozen(item, depth) for item in value]
+            return [self.frozen(item, depth) for item in items_of(value)]
         if isinstance(value, dict):
-            return {str(key): self.frozen(item, depth) for key, item in value.items()}
+            return {str(key): self.frozen(item, depth) for key, item in pairs_of(value)}
         if isinstance(value, set | frozenset):
             # The repr of other objects has their address, which differs from copy to copy.
-            is_plain = all(isinstance(item, str | int | float | tuple) for item in value)
-            return sorted(map(repr, value)) if is_plain else None
+            items = items_of(value)
+            is_plain = all(isinstance(item, str | int | float | tuple) for item in items)
+            return sorted(map(repr, items)) if is_plain else None
         # Submodules are looked at by their own names, and functions have no state to compare.
         if isinstance(value, torch.nn.Module) or callable(value) or own_attributes(value) is None:
             return type(value).__name__
@@ -162,7 +164,8 @@ class _OutsideFreezer(_Freezer):
         if _is_large(value) or _is_foreign(value):
             return type(value).__name__
         if self._left < 0 and not isinstance(value, str | int | float):
-            return len(value) if isinstance(value, Sized) else type(value).__name__
+            is_container = isinstance(value, list | tuple | deque | dict | set | frozenset)
+            return size_of(value) if is_container else type(value).__name__
         return super().frozen(value, depth)
 
 
