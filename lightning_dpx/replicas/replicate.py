@@ -221,11 +221,8 @@ class ModuleCopy:
                 # to the module would lead every replica to the user's own.
                 if nn.Module in self._private or id(value) in self._kept or self._holds_module(value):
                     where = "" if self._device is None else f" to {self._device}"
-                    raise ReplicationError(
-                        f"The module cannot be copied{where}: attribute {path!r} fails with "
-                        f"{describe_error(error)}. Remove the attribute before fit, or create it lazily "
-                        "inside the step."
-                    ) from error
+                    text = f"The module cannot be copied{where}: {_blamed(path, value is self._module, error)}"
+                    raise ReplicationError(text) from error
                 self._kept[id(value)] = value  # a file, an iterator, a C handle: there is one of it
 
     def _attempt(self) -> nn.Module:
@@ -287,6 +284,16 @@ class ModuleCopy:
         graph = ObjectGraph(is_module_or_parameter, self._is_boundary)
         graph.walk([value])
         return id(value) in graph.leading()
+
+
+def _blamed(path: str, is_all: bool, error: Exception) -> str:
+    """What fails and what to do about it, of an attribute or of a module as a whole."""
+    if is_all:
+        return f"{path} fails with {describe_error(error)}. copy.deepcopy has to work on it, and on all of its parts."
+    return (
+        f"attribute {path!r} fails with {describe_error(error)}. Remove the attribute before fit, or create it lazily "
+        "inside the step."
+    )
 
 
 def modules_without(module: nn.Module, kept: Collection[int]) -> Iterator[nn.Module]:
@@ -422,7 +429,7 @@ def _copy_references(memo: Memo, references: Sequence[Any], held: Mapping[int, A
             continue
         if _is_copied_by_state(referent):
             kind: Any = type(referent)
-            memo[id(referent)] = kind.__new__(kind)
+            memo[id(referent)] = _empty(kind)
             shells.append((memo[id(referent)], referent.__reduce_ex__(4)[2]))
         else:
             others.append(referent)
@@ -476,6 +483,14 @@ def _is_copied_by_state(value: Any) -> bool:
     return is_made_from_state(kind, value.__reduce_ex__(4))
 
 
+def _empty(kind: type) -> Any:
+    """An object without a state; past the ``__new__`` of its class, which may want what the constructor was given."""
+    try:
+        return object.__new__(kind)
+    except TypeError:  # a class in C makes its objects itself
+        return kind.__new__(kind)
+
+
 def _set_state(value: Any, state: Any) -> None:
     """As ``copy.deepcopy`` does."""
     if state is None:
@@ -505,7 +520,7 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Modu
         inside.update(map(id, child.modules()))
     for child in children:
         if id(child) not in inside:
-            shell = type(child).__new__(type(child))
+            shell = _empty(type(child))
             memo[id(child)] = shell
             states.append((child, shell, _state_of(child)))
     # A compiled module looks at the one that it compiles when it gets its state.

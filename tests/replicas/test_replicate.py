@@ -246,3 +246,36 @@ def test_copies_have_the_hooks_of_the_user_and_not_those_of_this_package() -> No
     copied.sum().backward()
     assert seen[0] is copied
     assert len(copied._post_accumulate_grad_hooks) == 1
+
+
+class OfAnother(nn.Module):
+    """Follows another module, without which there is none of it: ``copy.deepcopy`` fails on it."""
+
+    def __new__(cls, of: nn.Module) -> "OfAnother":
+        assert isinstance(of, nn.Module)
+        return super().__new__(cls)
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = [of]
+        self.average = nn.Linear(2, 2)
+
+
+def test_a_module_whose_class_wants_arguments_for_an_empty_one_is_copied_by_its_state() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.append(OfAnother(module[0]))
+    _, twin = replicate(module, [CPU, CPU])
+    assert type(twin.module[1]) is OfAnother
+    assert twin.module[1].of[0] is twin.module[0]
+    assert twin.module[1].average.weight.data_ptr() == module[1].average.weight.data_ptr()
+
+
+class KeepsItsState(nn.Module):
+    def __getstate__(self) -> Any:
+        raise TypeError("no state")
+
+
+def test_where_no_attribute_fails_the_error_blames_none() -> None:
+    message = r"copied to cpu: Sequential fails with TypeError: no state.*copy\.deepcopy has to work"
+    with pytest.raises(dpx.ReplicationError, match=message):
+        replicate(nn.Sequential(KeepsItsState()), [CPU, CPU])
