@@ -16,12 +16,13 @@ class RunDraws:
         start: The generators as every step of the run finds them.
 
     Attributes:
+        start: As given.
         of_steps: What each step has drawn on the host; backwards are no steps.
         left_alone: After the run, the operators and generators whose numbers could not be made equal.
     """
 
     def __init__(self, start: GeneratorStates) -> None:
-        self._start = start
+        self.start: GeneratorStates = start
         self._modes: list[SameDraws] = []
         self._modes_of_steps: list[SameDraws] = []
         self.of_steps: list[StepDraws] = []
@@ -42,17 +43,17 @@ class RunDraws:
                 yield
             return
         self._modes_of_steps.append(mode)
-        self._start.restore()
+        self.start.restore()
         with mode:
             yield
-        self.of_steps.append(StepDraws(self._start, self._start.again(), tuple(mode.on_host)))
+        self.of_steps.append(StepDraws(self.start, self.start.again(), tuple(mode.on_host)))
 
     def end(self) -> None:
         """The run has ended, and its generators are where it has left them."""
         found: list[str] = []
         for mode in self._modes:
             found += mode.left_alone
-        if self._start.again().differs_outside_torch(self._start):
+        if self.start.again().differs_outside_torch(self.start):
             # No dispatch mode sees those draw, so their states are compared.
             found.append("a generator of Python or NumPy")
         self.left_alone = list(dict.fromkeys(found))

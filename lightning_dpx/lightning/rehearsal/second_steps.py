@@ -2,11 +2,18 @@
 
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from lightning_dpx.errors import SharedWriteError
-from lightning_dpx.lightning.rehearsal.comparison.comparer import changed_again, compare_step, unstable_between
+from lightning_dpx.lightning.rehearsal.comparison.comparer import (
+    changed_again,
+    compare_step,
+    kept_of,
+    results_of,
+    unstable_between,
+)
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES, SETTING
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
@@ -26,6 +33,11 @@ from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 # What says of the whole rehearsal what became of it, and is no failure of the second step.
 _OF_REHEARSAL = (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal)
+
+_KEEP_ELSEWHERE = (
+    "For all devices to take part, compute it from self.all_gather(...) in the step, or in on_train_batch_end and its "
+    "like, which see the whole batch."
+)
 
 
 class SecondSteps:
@@ -73,18 +85,48 @@ class SecondSteps:
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
         if second.differences and out.kept:
-            raise SlicesFail(
-                out.uses_kept(second.summary()),
-                "For all devices to take part, compute it from self.all_gather(...) in the step, or in "
-                "on_train_batch_end and its like, which see the whole batch.",
-            )
+            raise SlicesFail(out.uses_kept(second.summary()), _KEEP_ELSEWHERE)
         if added_up:
             out.blame_sums(added_up)
 
-    def _observed_whole(self, judge: JudgingRules, out: Comparison) -> Observation | None:
+    def refuse_use(self, judge: JudgingRules, out: Comparison, first: Observation, unstable: frozenset[str]) -> None:
+        """Refuses slices where a second step uses what the first one kept, and that depends on random draws.
+
+        Nothing that slices keep could be compared then. But on the same rows, with the same weights and the same draws
+        a second step does something else after another first one only where it uses what that has kept.
+
+        Args:
+            judge: Of the first step.
+            out: What the first step has shown.
+            first: The first step as one device.
+            unstable: What differs from run to run.
+
+        Raises:
+            SlicesFail: the second step uses it.
+        """
+        kept = dict.fromkeys([*out.kept, *kept_of(unstable)])
+        if not kept or self._step.by_hand:  # whose second step begins with other weights
+            return
+        second = self._observed_whole(judge, out)
+        # A clustering of these very rows may stay as it is in a second step, and is another one after other draws.
+        other = None if second is None else self._observed_whole(judge, out, other_first=True)
+        if second is None or other is None:
+            return
+        for one, before in ((first, "without a step before it"), (other, "after one that drew others")):
+            used = results_of(unstable_between(one, second, self._step.tolerance))
+            if used and self._is_steady(second):
+                what = f"with the same rows and random numbers it does something else than {before}"
+                raise SlicesFail(replace(out, kept=list(kept)).uses_kept(what), _KEEP_ELSEWHERE)
+
+    def _is_steady(self, second: Observation) -> bool:
+        """Whether two steps on one device do the same when they run once more, from the same start."""
+        again = self._whole_run.observe(sum(self._sizes), num_steps=2)
+        return not results_of(unstable_between(second, again, self._step.tolerance))
+
+    def _observed_whole(self, judge: JudgingRules, out: Comparison, *, other_first: bool = False) -> Observation | None:
         """Two steps as one device; ``None`` where the second cannot be run."""
         try:
-            return self._whole_run.observe(sum(self._sizes), num_steps=2)
+            return self._whole_run.observe(sum(self._sizes), num_steps=2, other_first=other_first)
         except _OF_REHEARSAL:
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many

@@ -137,6 +137,11 @@ class Guest:
             self._start.restore()
             self._has_run = True
 
+    def draw_as_other_runs(self, shadow: nn.Module) -> None:
+        """The steps of this run that are left draw the numbers of other runs, although it has begun with others."""
+        self._start.restore()
+        self.draws.start = GeneratorStates(self._devices, [shadow])
+
     @contextmanager
     def in_step(self, stage: str) -> Iterator[None]:
         """A replica's own step, or its backward; all replicas draw the same numbers."""

@@ -76,9 +76,11 @@ class SliceCheck:
             judge, again = self._sliced_run.observe(self._sizes, self._whole, self._loss_reduction, unstable)
             self._note_draws(judge, sliced)
             comparison = self._compared(judge, again, unstable)
-        # What changes from run to run says nothing in a second step either.
-        if not unstable and self._needs_second_steps(judge, comparison):
-            second = SecondSteps(self._step, self._whole_run, self._sliced_run, self._sizes)
+        second = SecondSteps(self._step, self._whole_run, self._sliced_run, self._sizes)
+        # What changes from run to run cannot be compared in a second step either.
+        if unstable and not self._is_look:
+            second.refuse_use(judge, comparison, self._whole, unstable)
+        elif not unstable and self._needs_second_steps(judge, comparison):
             second.compare(judge, comparison, self._whole)
         return Outcome(
             comparison=comparison,

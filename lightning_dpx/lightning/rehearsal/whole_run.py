@@ -44,6 +44,7 @@ class WholeRun:
         *,
         other_draws: bool = False,
         num_steps: int = 1,
+        other_first: bool = False,
         after_a_step: bool = True,
         nudges_parameters: bool = False,
         watched: AbstractContextManager[Any] | None = None,
@@ -54,6 +55,7 @@ class WholeRun:
             num_rows: Of the batch.
             other_draws: Whether it draws other random numbers than every other run.
             num_steps: One after the other.
+            other_first: Whether the first of them draws other random numbers than those after it.
             after_a_step: Whether gradients of an earlier step are there.
             nudges_parameters: Whether it begins at the next larger numbers; for steps by hand, whose parameters are
                 the shadow's own.
@@ -74,12 +76,14 @@ class WholeRun:
         known = {name for name, _ in shadow.named_parameters()}
         with ExitStack() as stack:
             stack.enter_context(step.pointing_at(shadow, None, None, seen))
-            stack.enter_context(step.guest.run(shadow, other_draws=other_draws))
+            stack.enter_context(step.guest.run(shadow, other_draws=other_draws or other_first))
             stack.callback(replicas.close)
             stack.callback(forget_gradients, list(shadow.parameters()))  # also where the step raises
             # Each begins without the gradients of the one before, or with
             # some where a real step would.
-            for _ in range(num_steps):
+            for number in range(num_steps):
+                if other_first and number == 1:
+                    step.guest.draw_as_other_runs(shadow)
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())

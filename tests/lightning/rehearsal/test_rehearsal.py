@@ -1218,6 +1218,68 @@ def test_what_a_step_keeps_of_a_slice_for_the_next_one_lets_batches_whole(
     assert_equal(seen.values, fitted(Stateful).values)
 
 
+class Anchors(Model):
+    """Keeps some rows of its first batch for good, chosen at random: a second step leaves them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("anchors", torch.zeros(2, 3))
+        self.register_buffer("is_found", torch.tensor(False))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.net(batch[0])
+        if not self.is_found:
+            self.anchors.copy_(rows.detach()[torch.randperm(len(rows))[:2]])
+            self.is_found.fill_(True)
+        return (rows.unsqueeze(1) - self.anchors).square().mean()
+
+
+class ReplacesRareCodes(Model):
+    """Takes a random row for a code that has become rare, and logs a spread of rows, which no slices have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, 3))
+        self.register_buffer("uses", torch.ones(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.net(batch[0])
+        nearest = torch.cdist(rows, self.codes).argmin(1)
+        self.uses.mul_(0.5).add_(F.one_hot(nearest, 4).sum(0), alpha=0.5)
+        self.log("spread", rows.std())
+        loss = F.mse_loss(rows, self.codes[nearest])
+        rare = self.uses < 2
+        chosen = torch.randperm(len(rows)).repeat(4)[: int(rare.sum())]
+        self.codes[rare] = rows.detach()[chosen]
+        return loss
+
+
+@REPLICAS
+@pytest.mark.parametrize("kind", [Anchors, ReplacesRareCodes])
+def test_what_a_step_keeps_of_random_draws_and_uses_again_needs_whole_batches(
+    kind: type[Model], num_replicas: int, hardware, fitted
+) -> None:
+    """Nothing of it could be compared, so slices trained on codes that were averages of different ones."""
+    seen = fitted(kind, num_replicas)
+    assert "A second step uses what the first one kept in self." in seen.warned
+    assert_equal(seen.values, fitted(kind).values)
+
+
+class KeepsItsOrder(Model):
+    """Keeps what it drew, and does not look at it again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.order = torch.randperm(len(batch[0]))
+        rows = self.net(batch[0])
+        return F.mse_loss(rows, rows[self.order].detach() + 1)
+
+
+def test_what_a_step_keeps_of_random_draws_and_does_not_use_leaves_all_devices_at_work(fitted) -> None:
+    seen = fitted(KeepsItsOrder, 2)
+    assert not seen.warned
+    assert "it depends on random draws" in seen.told
+
+
 def weights_of_two_runs(expected: Any, **where: Any) -> dict[str, torch.Tensor]:
     """Two fits of one trainer, with the warnings that each of them gives."""
     torch.manual_seed(0)

@@ -241,6 +241,17 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
     return frozenset(found)
 
 
+def kept_of(unstable: frozenset[str]) -> list[str]:
+    """Attributes of the module among what two runs do not agree on."""
+    paths = sorted(path.removeprefix("state:") for path in unstable if path.startswith("state:"))
+    return [_shown(path) for path in paths if not path.startswith(OUTSIDE)]
+
+
+def results_of(unstable: frozenset[str]) -> frozenset[str]:
+    """Of what two runs do not agree on, what is no state that they leave behind, and no list that they append to."""
+    return frozenset(path for path in unstable if not path.startswith(("state:", "structure:", "self.")))
+
+
 def changed_again(one: Observation, two: Observation, unstable: frozenset[str], tolerance: Tolerance) -> list[str]:
     """Attributes that are others after two steps than after one, but for those that no two runs agree on."""
     found = list[str]()
