@@ -12,6 +12,8 @@ from lightning_dpx.replicas.containers import children_of, members_of
 from lightning_dpx.replicas.merging.number_types import as_tensor, is_large_integer, is_numeric
 from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
+_SHORT = 4  # numbers that are told one by one
+
 
 def is_equal_object(whole: Any, parts: Sequence[Any]) -> bool:
     """Whether all are equal, by their own idea of it; an idea that fails counts as no."""
@@ -95,7 +97,8 @@ def compare_trees(
 def describe(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, torch.Tensor | np.ndarray) and np.prod(value.shape) != 1:
-        return f"shape {tuple(value.shape)}"
+        is_short = len(value.shape) == 1 and 0 < len(value) <= _SHORT
+        return f"[{', '.join(map(describe, value))}]" if is_short else f"shape {tuple(value.shape)}"
     if isinstance(value, int):
         return str(value)
     if is_numeric(value):

@@ -193,6 +193,12 @@ class Search:
                     terms = _largest(values) if kind in _ADDED else 0.0
                     errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance, terms=terms)
         fitting = [rule for rule, error in errors.items() if error <= self.tolerance.relative]
+        if not fitting and joins:
+            # Their shapes, which add up, would read as if nothing were wrong.
+            nearest = min(errors[rule] for rule in joins)
+            same = "slices put together have that shape, and other numbers"
+            text = f"{describe(whole)} on one device; {same} (largest relative difference {nearest:.1g})"
+            return Finding(path=path, rules=(), text=text)
         if not fitting:
             return self._unlike(path, whole, parts)
         # Equal everywhere fits a mean, an extreme, and "first" alike, so it decides nothing.

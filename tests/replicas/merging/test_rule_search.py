@@ -137,6 +137,24 @@ def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
     assert "on one device" in found.text
 
 
+@pytest.mark.parametrize(
+    ("whole", "parts", "text"),
+    [
+        (
+            torch.arange(12.0).view(3, 4),
+            [torch.zeros(2, 4), torch.zeros(1, 4)],
+            "shape (3, 4) on one device; slices put together have that shape, and other numbers (largest relative "
+            "difference 1)",
+        ),
+        (torch.tensor([7, 3]), [torch.tensor([4, 3]), torch.tensor([3, 2])], "[7, 3] on one device, [4, 3] and [3, 2]"),
+        (torch.ones(3, 4), [torch.ones(2, 2), torch.ones(1, 2)], "shape (3, 4) on one device, shape (2, 2) and shape"),
+    ],
+)
+def test_what_no_rule_reproduces_is_told_by_what_differs(whole: Any, parts: list[Any], text: str) -> None:
+    [found] = Search(weights=by_rows((2, 1)), tolerance=EXACT).examine(whole, parts, "x")
+    assert found.text.startswith(text)
+
+
 KINDS_OF_NUMPY = ("float16", "longdouble", "clongdouble", "uint8", "uint16", "uint32", "uint64", "int64", ">i4", "bool")
 KINDS_OF_TORCH = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16)
 
