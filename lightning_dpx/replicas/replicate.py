@@ -483,7 +483,7 @@ def _is_copied_by_state(value: Any) -> bool:
     return is_made_from_state(kind, value.__reduce_ex__(4))
 
 
-def _empty(kind: type) -> Any:
+def _empty(kind: Any) -> Any:
     """An object without a state; past the ``__new__`` of its class, which may want what the constructor was given."""
     try:
         return object.__new__(kind)
