@@ -63,7 +63,10 @@ class StepReplay:
         self._memory = HeldMemory(choice)
         self._has_nested = any(choice.nested)
         self._limits = limits
-        self._room: list[float] | None = None  # beside what is kept, at each event
+        self._room: list[float] = list[float]()  # beside what is kept, at each event, where bytes are limited
+        self._highest = 0  # bytes that were there at a time, in the computation that is under way
+        self._most_now = float("inf")  # that may be
+        self._nested_inputs = dict[int, list[int]]()
         self.computations: int = 0
         self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
         self._was_made = [False] * len(values)
@@ -89,7 +92,9 @@ class StepReplay:
                 raise BeyondLimitsError
             self._room = room.tolist()
         for value in kept.compressed:  # it is expanded once, to compare
-            self._note_spot(max(0, value.saved - 1), value.compact + value.num_bytes)
+            event = max(0, value.saved - 1)
+            num_bytes = self._memory.num_bytes + self.offloaded.on_the_way.num_bytes
+            self._note_spot(event, num_bytes + value.compact + value.num_bytes)
         event = 0
         lazy = self._choice.lazy
         for at, wanted, released in self._outline.requests:
@@ -100,11 +105,13 @@ class StepReplay:
         self._advance(event, len(profile.curve))
         return self.curve.end(kept.curve), kept
 
-    def _note_spot(self, event: int, beside: int) -> None:
-        num_bytes = self._memory.num_bytes + self.offloaded.on_the_way.num_bytes + beside
-        if self._room is not None and num_bytes > self._room[min(event, len(self._room) - 1)]:
+    def _note_spot(self, event: int, num_bytes: int) -> None:
+        if num_bytes > self._room_at(event):
             raise BeyondLimitsError
         self.curve.note_spot(event, num_bytes)
+
+    def _room_at(self, event: int) -> float:
+        return self._room[min(event, len(self._room) - 1)] if self._room else float("inf")
 
     def _advance(self, start: int, stop: int) -> None:
         """Notes what is held between two requests."""
@@ -144,6 +151,8 @@ class StepReplay:
         made = set[int]()
         later = list[int]()  # whose inputs are used up only when ``wanted`` is there
         self._nested_uses = None
+        self._highest = 0
+        self._most_now = self._room_at(event)
         while stack:
             index = stack[-1]
             if there[index]:
@@ -158,7 +167,7 @@ class StepReplay:
                     stack += missing
                     continue
             stack.pop()
-            self._make(index, event)
+            self._make(index)
             if self._has_nested:
                 self._release_nested(wanted, index)
             # Made twice for one request: after a part of a backward the counts are off, and nothing
@@ -172,8 +181,10 @@ class StepReplay:
                 kept.clear()
         for index in later:
             self._use_inputs(index)
+        # All of it is made at one event, of which the highest moment counts.
+        self.curve.note_spot(event, self._highest)
 
-    def _make(self, index: int, event: int) -> None:
+    def _make(self, index: int) -> None:
         """The value is computed or fetched: its inputs are there."""
         memory = self._memory
         memory.there[index] = True
@@ -194,15 +205,22 @@ class StepReplay:
         else:
             for source in self._choice.inputs[index]:  # of which it is a view
                 memory.views[source] += 1
-        self._note_spot(event, self._choice.beside[index])
+        num_bytes = memory.num_bytes + self.offloaded.on_the_way.num_bytes + self._choice.beside[index]
+        if num_bytes > self._highest:
+            self._highest = num_bytes
+            if num_bytes > self._most_now:
+                raise BeyondLimitsError
 
     def _has_all_inputs(self, index: int) -> bool:
         return all(map(self._memory.there.__getitem__, self._choice.inputs[index]))
 
     def _release_nested(self, wanted: int, index: int) -> None:
         """Forgets what ``index`` was made from, of nested values, but for what is needed until ``wanted`` is there."""
-        nested = self._choice.nested
-        sources = [source for source in self._choice.inputs[index] if nested[source]]
+        sources = self._nested_inputs.get(index)
+        if sources is None:
+            nested = self._choice.nested
+            sources = [source for source in self._choice.inputs[index] if nested[source]]
+            self._nested_inputs[index] = sources  # asked for once for every time that it is made
         if not sources:
             return
         if self._nested_uses is None:
