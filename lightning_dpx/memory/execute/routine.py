@@ -141,71 +141,111 @@ def make_routine(
             a call may be missing in another step.
         unpacked: The operators whose operands were unpacked.
     """
-    stretches: dict[Entered, tuple[Saved | None, ...]] = {}
-    start = _ROOT
-    entries = list[Saved | None]()
-    last_entry = None
-    quiet = list[Saved | None]()
-    crossed = False
-    passing = list[Entered]()
-    passed = set[Entered]()
     # A call that is made again knows its tensors by their numbers, so from its beginning up to the
     # last one that matters nothing may go unheard: there a stretch begins, and none ends.
     counted = _where_to_count(events, wanted)
-    counted_until = -1
+    stretches = _Stretches(containers)
     for at, event in enumerate(events):
         if isinstance(event, Entered):
-            if at in counted and at > counted_until:  # from here on everything is heard
-                if entries:
-                    stretches[start] = tuple(entries)
-                start = event
-                entries = []
-                quiet = []
-                passing.clear()
-                last_entry = None
-                crossed = False
-            else:
-                # Whether the stretch ends here shows with the next tensor that matters.
-                last_entry = event
-                quiet_before = len(quiet)
-                crossed = crossed or event.path in containers
-                passing.append(event)
-            counted_until = max(counted_until, counted.get(at, -1))
-            continue
-        if isinstance(event, Noted):
-            continue
-        if event.name not in wanted:
-            quiet.append(None)
-            continue
+            stretches.enter(at, event, counted.get(at, -1))
+        elif isinstance(event, Saved):
+            stretches.save(at, event, matters=event.name in wanted)
+    stretches.end()
+    unseen = frozenset(_unseen_calls(calls, wanted))
+    return Routine(stretches.found, calls, unseen, frozenset(stretches.passed), _where_to_note(events, unpacked))
+
+
+class _Stretches:
+    """Cuts what a forward saves into stretches, each from a call on to the last tensor that matters.
+
+    Args:
+        containers: The modules that have modules in them.
+
+    Attributes:
+        found: What is saved in each, by the call with which it begins; ``None`` for what does not matter.
+        passed: Calls across which a stretch goes on.
+    """
+
+    def __init__(self, containers: Collection[str]) -> None:
+        self._containers = containers
+        self.found: dict[Entered, tuple[Saved | None, ...]] = {}
+        self.passed = set[Entered]()
+        self._start = _ROOT
+        self._entries = list[Saved | None]()
+        self._quiet = list[Saved | None]()  # tensors that do not matter, since the last that does
+        self._counted_until = -1
+        self._last_call: Entered | None = None
+        self._quiet_before = 0  # tensors that do not matter, before that call
+        self._crossed = False  # into a container
+        self._passing = list[Entered]()
+
+    def enter(self, at: int, call: Entered, counted_until: int) -> None:
+        """A call begins.
+
+        Args:
+            at: The number of the event.
+            call: Which.
+            counted_until: The number of the last event that has to be heard for this call, if it is made again.
+        """
+        if counted_until >= 0 and at > self._counted_until:  # from here on everything is heard
+            self._begin(call)
+            self._quiet = []
+            self._forget_calls()
+        else:
+            # Whether the stretch ends here shows with the next tensor that matters.
+            self._last_call = call
+            self._quiet_before = len(self._quiet)
+            self._crossed = self._crossed or call.path in self._containers
+            self._passing.append(call)
+        self._counted_until = max(self._counted_until, counted_until)
+
+    def save(self, at: int, tensor: Saved, *, matters: bool) -> None:
+        """Autograd saves a tensor; ``at`` is the number of the event."""
+        if not matters:
+            self._quiet.append(None)
+            return
         # The stretch ends and another begins with the last call, if enough tensors lie between them
         # to be worth a hook on that module, or the call of a container does.
-        may_break = last_entry is not None and at > counted_until
-        if may_break and (not entries or crossed or quiet_before >= _WORTH_A_BREAK):
-            if entries:
-                stretches[start] = tuple(entries)
-            start = last_entry or start
-            entries = []
-            quiet = quiet[quiet_before:]
+        is_worth_it = not self._entries or self._crossed or self._quiet_before >= _WORTH_A_BREAK
+        if self._last_call is not None and at > self._counted_until and is_worth_it:
+            self._begin(self._last_call)
+            self._quiet = self._quiet[self._quiet_before :]
         else:
             # The stretch goes on across these calls; that they are made then is no news.
-            passed.update(passing)
-        entries += [*quiet, event]
-        last_entry = None
-        quiet = []
-        crossed = False
-        passing.clear()
-    if entries:
-        stretches[start] = tuple(entries)
-    # The plan may be about calls that this forward left out. One that comes after all ends the
-    # routine, which knows nothing of what is saved in it.
-    unseen = set[Entered]()
+            self.passed.update(self._passing)
+        self._entries += [*self._quiet, tensor]
+        self._quiet = []
+        self._forget_calls()
+
+    def end(self) -> None:
+        """The forward is over."""
+        if self._entries:
+            self.found[self._start] = tuple(self._entries)
+
+    def _begin(self, call: Entered) -> None:
+        self.end()
+        self._start = call
+        self._entries = []
+
+    def _forget_calls(self) -> None:
+        """No call has begun since the last tensor that matters."""
+        self._last_call = None
+        self._quiet_before = 0
+        self._crossed = False
+        self._passing = []
+
+
+def _unseen_calls(calls: dict[str, int], wanted: Collection[str]) -> Iterator[Entered]:
+    """Calls that the plan may be about and that this forward has left out.
+
+    One that comes after all ends the routine, which knows nothing of what is saved in it.
+    """
     for name in wanted:
         call = name.rpartition(":")[0]
         path, _, number = call.partition("#")
         which = Entered(path, int(number or 1) - 1)
         if path and which.number >= calls.get(path, 0):
-            unseen.add(which)
-    return Routine(stretches, calls, frozenset(unseen), frozenset(passed), _where_to_note(events, unpacked))
+            yield which
 
 
 def _where_to_count(events: Sequence[Event], wanted: Collection[str]) -> dict[int, int]:
