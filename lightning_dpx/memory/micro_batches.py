@@ -84,6 +84,41 @@ def plan_fixed_micro_batches(
     return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
 
 
+class _PlansByNumber:
+    """Plans, and refusals, of candidates: the choice is made anew after every new profile, and asks for most again.
+
+    Args:
+        plan_of: Plans a profile.
+        aside: Bytes that micro-batches need beside their activations.
+    """
+
+    def __init__(self, plan_of: PlanOf, aside: int) -> None:
+        self._plan_of = plan_of
+        self._aside = aside
+        self._known = dict[int, MemoryPlan | BudgetError]()
+
+    def __call__(self, candidate: Candidate) -> MemoryPlan:
+        """The plan of a candidate.
+
+        Raises:
+            BudgetError: its budget cannot be met.
+        """
+        number = candidate.number
+        if number not in self._known:
+            try:
+                self._known[number] = self._plan_of(candidate.profile, candidate.budget)
+            except BudgetError as error:
+                self._known[number] = _in_all(error, candidate, self._aside)
+        found = self._known[number]
+        if isinstance(found, BudgetError):
+            raise found
+        return found
+
+    def forget(self, number: int) -> None:
+        """Another profile of this number of micro-batches is known now."""
+        del self._known[number]
+
+
 def plan_in_micro_batches(
     rows: int,
     profile_of: ProfileOf,
@@ -131,25 +166,11 @@ def plan_in_micro_batches(
         return budget if number == 1 else max(1, budget - aside)
 
     candidates = candidates_of(profiles, budget_of, most)
-    # Also refusals: the choice below is made anew after every new profile, and most candidates are
-    # asked about again.
-    known = dict[int, MemoryPlan | BudgetError]()
-
-    def planned(candidate: Candidate) -> MemoryPlan:
-        if candidate.number not in known:
-            try:
-                known[candidate.number] = plan_of(candidate.profile, candidate.budget)
-            except BudgetError as error:
-                known[candidate.number] = _in_all(error, candidate, aside)
-        found = known[candidate.number]
-        if isinstance(found, BudgetError):
-            raise found
-        return found
-
+    plans = _PlansByNumber(plan_of, aside)
     # Every round ends here, adds a size that was run, or leaves fewer numbers; there are no more of either than rows.
     while True:
         try:
-            choice = choose_micro_batches(candidates, planned, margin=margin)
+            choice = choose_micro_batches(candidates, plans, margin=margin)
             chosen = choice.candidate
         except BudgetError:
             smallest = largest_rows(rows, most)
@@ -166,12 +187,12 @@ def plan_in_micro_batches(
         if choice is None or possible < most:
             most = min(most, possible)
             candidates = candidates_of(profiles, budget_of, most)
-            known.clear()
+            plans = _PlansByNumber(plan_of, aside)
             continue
         exact = candidate_of(profiles, chosen.number, chosen.budget)
         candidates = [exact if other.number == chosen.number else other for other in candidates]
         # Its plan was for the guess.
-        del known[chosen.number]
+        plans.forget(chosen.number)
 
 
 def _add_part(parts: dict[int, Profile], rows: int, number: int, profile_of: ProfileOf) -> int:
