@@ -3,7 +3,8 @@
 On one device the step and ``on_train_batch_end(outputs, batch, batch_idx)`` have one batch. Here a step has a slice of
 it, on its own device and in containers of its own. So where a hook of the user's gets the batch, it gets one whose
 tensors and containers may be exchanged without anything happening to what the loader gave; and after the step, what was
-written into the slices is put together and put in there. An optimizer that calls its closure again finds it, too.
+written into the slices is put together and put in there, and the rest is moved to the device of the module. An
+optimizer that calls its closure again finds it, too.
 """
 
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.lightning.lightning_api import LightningModule
@@ -169,9 +171,18 @@ class BatchWrites:
 
         Args:
             rules: How values are put together, as far as it is known.
-            device: Where.
+            device: Where; that of the user's module.
             dim: The batch dim.
         """
+        problem = self._put_together(rules, device, dim)
+        # Hooks give the batch to the module again, or compare it with outputs, which are there as well.
+        if not is_host(device):
+            for _, leaf in _all_leaves(self._shown, ()):
+                if _is_exchangeable(leaf) and leaf.device != device:
+                    _exchange(leaf, leaf.to(device))
+        return problem
+
+    def _put_together(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
         # They were noted in the order in which threads began; rows are joined in that
         # of the slices.
         given = sorted(self._given, key=lambda one: one.batch_slice.replica.index)
@@ -359,9 +370,13 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
         return list(map(_version, tensors))
 
 
+def _is_exchangeable(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout == torch.strided and not value.requires_grad
+
+
 def _exchangeable(batch: Any) -> Any:
     """Containers anew, and tensors that share memory with those of the loader and can get other memory."""
-    if type(batch) is torch.Tensor and batch.layout == torch.strided and not batch.requires_grad:
+    if _is_exchangeable(batch):
         # Memory is shared, so writes in place reach the loader's tensor as on one device; `.data`
         # of the new object can be set without it. A leaf that requires gradients must stay itself
         # to get them.

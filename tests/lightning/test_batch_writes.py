@@ -234,6 +234,29 @@ def test_hooks_find_what_the_step_wrote(kind, num_replicas, execution) -> None:
     assert_equal(outcome(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
 
 
+class GivesItAgain(Writes):
+    """Its hooks give the batch to the module once more, and compare it with what the step returned."""
+
+    def write(self, batch: Any) -> torch.Tensor:
+        return batch[0]
+
+    def look(self, batch: Any) -> list[Any]:
+        with torch.no_grad():
+            return [self.net(batch[0]).mean(), (batch[1] - self.net.weight).mean()]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.found.append((outputs - batch[0]).mean().cpu())
+
+
+def test_hooks_find_the_batch_on_the_device_of_the_module() -> None:
+    """Online probes and pictures of predictions: on a device the batch was still on the host, and they failed."""
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    assert_equal(outcome(GivesItAgain, strategy=strategy, devices=2), of_one_device(GivesItAgain))
+
+
 def test_what_slices_cannot_write_is_named() -> None:
     """``batch["scale"]`` is the standard deviation of all rows."""
     with pytest.warns(UserWarning, match=r"'batch\.scale'"):
