@@ -35,6 +35,7 @@ from lightning_dpx.replicas import (
     weighted_mean,
     weights_of,
 )
+from lightning_dpx.replicas.buffer_sync import ChooseBufferRule
 from lightning_dpx.torch_compat import tree_map_only
 
 LossReduction = Literal["auto", "mean", "sum"]
@@ -377,6 +378,7 @@ class TrainingStep:
         if not gradients:
             return
         self._unreduced = True
+        self._replicas.state.buffers.hide()
         # Micro-batches have walked their graphs in the forward, or will build them once more.
         if early is not None:
             self._hand_in(early, pending, gradients[0])
@@ -409,8 +411,16 @@ class TrainingStep:
 
         Batch norm keeps its running statistics for the backward.
         """
-        by_rule = self.rules.buffer_rule if self.rules.decides_buffers else None
-        self._replicas.state.buffers.collect(self._active, self._rows_of_active, by_rule)
+        self._replicas.state.buffers.collect(self._active, self._rows_of_active, self._choice_of_buffers)
+
+    @property
+    def _choice_of_buffers(self) -> ChooseBufferRule | None:
+        return self.rules.buffer_rule if self.rules.decides_buffers else None
+
+    def show_buffers(self) -> None:
+        """Hooks between this forward and its backward find the buffers that the whole batch has made."""
+        if len(self._active) > 1 and self._pending:
+            self._replicas.state.buffers.show(self._active, self._rows_of_active, self._choice_of_buffers)
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into the owners' and drops the others, unless that has been done."""

@@ -378,6 +378,7 @@ free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 register_device_module: Callable[[str, object], None] = torch._register_device_module
 pynvml_handler: Any = getattr(torch.cuda, "_get_pynvml_handler", None)
+preserve_version_counter: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 user_cache_dir: Callable[..., str] = _appdirs.user_cache_dir
 
 # ---- attributes, as functions without Python frames: thousands of tensors are asked in every step ----
@@ -733,7 +734,7 @@ __all__ = [
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",
     "OpOverloadPacket", "OptimizedModule", "original_of", "output_metadata", "overload_name", "parameters_of",
-    "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "PRIVATE_NAMES", "PrivateName",
+    "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "preserve_version_counter", "PRIVATE_NAMES", "PrivateName",
     "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig", "ProfilerEventType",
     "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module", "reset_sharded",
     "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters",

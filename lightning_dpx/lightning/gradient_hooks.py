@@ -35,10 +35,20 @@ def has_hooks(module: LightningModule, callbacks: Sequence[Callback], names: Col
     return any(is_overridden(name, callback, parent=Callback) for callback in own for name in of_callbacks)
 
 
+# Between a step's forward and its backward.
+BEFORE_BACKWARD = frozenset({"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"})
+
+
 class GradientHooks:
-    """The hooks of one fit; there are none before :meth:`begin` and after :meth:`end`."""
+    """The hooks of one fit; there are none before :meth:`begin` and after :meth:`end`.
+
+    Attributes:
+        within_window: Whether one may look at gradients before a window of accumulation has ended.
+        before_backward_of_step: Whether one may look at what a step's forward has made, before its backward.
+    """
 
     def __init__(self) -> None:
+        self.before_backward_of_step: bool = False
         self.within_window: bool = False
         self._root_gradients: RootGradients | None = None
 
@@ -46,6 +56,7 @@ class GradientHooks:
         """Once the replicas are made: asks which hooks there are."""
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
+        self.before_backward_of_step = has_hooks(module, callbacks, BEFORE_BACKWARD)
         self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_processes
         if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
             self._root_gradients = RootGradients(replicas, step)

@@ -120,6 +120,8 @@ class TrainingFlow:
             except BaseException as error:
                 self._discard(error)
                 raise
+            if session.gradient_hooks.before_backward_of_step:
+                session.step.show_buffers()
         put_iterators_back(session.module)
         session.end_batch(NAME, args)
         return outputs

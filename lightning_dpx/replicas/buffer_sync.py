@@ -9,7 +9,7 @@ import torch
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.parameter_sync import check_names
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.torch_compat import buffers_of, foreach_copy_
+from lightning_dpx.torch_compat import buffers_of, foreach_copy_, preserve_version_counter, version_counter
 
 BufferMode = Literal["broadcast", "mean"]
 BufferRule = Literal["first", "mean", "sum", "max", "min"]  # "sum" is what it was, and all changes of it
@@ -71,6 +71,8 @@ class BufferSync:
         self._mode = mode
         self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
         self._may_restore = False
+        self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and the memory that a backward needs
+        self._to_come: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # in a backward: what follows it, and version
 
     def follow(self, replica: Replica) -> None:
         """The replica gets buffers of the names and shapes that replica 0's have, if a step or a hook changed them.
@@ -118,6 +120,43 @@ class BufferSync:
             with torch.no_grad():
                 foreach_copy_(self._before, buffers)
         self._may_restore = True
+        self._shown = []
+        self._to_come = []
+
+    def show(self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None) -> None:
+        """Between a forward and its backward: replica 0's buffers are for hooks what :meth:`collect` makes of them.
+
+        They get other memory for it, as the graph of the forward may need the old one: see :meth:`hide`.
+        """
+        for replica in {self._root, *active}:  # a step may have put new tensors in their place
+            replica.refresh()
+        buffers = [buffer for buffer in self._root.buffers if buffer.layout == torch.strided]
+        self._shown = [(buffer, buffer.data) for buffer in buffers]
+        with torch.no_grad(), preserve_version_counter(tuple(buffers)):
+            for buffer, own in self._shown:
+                buffer.data = own.clone()
+            may_restore = self._may_restore
+            self.collect(active, rows, choose)
+            self._may_restore = may_restore
+
+    def hide(self) -> None:
+        """Before a backward: they are again what the forward has left; :meth:`collect` gives back what was shown."""
+        for buffer, own in self._shown:
+            self._to_come.append((buffer, buffer.data, 0))
+            buffer.data = own
+        self._to_come = [(buffer, memory, version_counter(buffer)) for buffer, memory, _ in self._to_come]
+        self._shown = []
+
+    def _reveal(self) -> bool:
+        """Whether buffers have been shown before the backward, and have that again."""
+        to_come = self._to_come
+        self._to_come = []
+        # A backward may write them as well, where it computes a forward again: then they are collected anew.
+        if not to_come or any(version_counter(buffer) != version for buffer, _, version in to_come):
+            return False
+        for buffer, memory, _ in to_come:
+            buffer.data = memory
+        return True
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -125,6 +164,8 @@ class BufferSync:
         if self._may_restore and self._before and _alike(self._root.buffers, self._before):
             foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
+        self._shown = []
+        self._to_come = []
 
     def added(self, active: Sequence[Replica], names: Sequence[str]) -> dict[str, list[float]]:
         """What each replica has added, in the step that is under way, to buffers that are single numbers.
@@ -159,6 +200,8 @@ class BufferSync:
             choose: Says, given a buffer's name and what the rules would make of it, by which one it comes together.
         """
         self._may_restore = False
+        if self._reveal():
+            return
         if self._mode == "mean" and len(active) > 1:
             for replica in active:  # a step may have put new tensors in their place
                 replica.refresh()

@@ -209,3 +209,60 @@ def test_what_hooks_write_counts_after_replicas_were_made_anew(kind: type[Hooked
     theirs = trained(kind, callbacks=[GrowsLater()])
     ours = trained(kind, callbacks=[GrowsLater()], strategy=dpx.DPXStrategy("colocate", execution="inline"), devices=2)
     assert_equal(ours, theirs)
+
+
+class Centers(Hooked):
+    """Centers its rows by an average that a hook between forward and backward keeps of the last batch's mean.
+
+    The step writes that mean into a buffer that its graph has saved, so the backward needs the slice's own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.ones(3))
+        self.register_buffer("center", torch.zeros(3))
+        self.found: list[torch.Tensor] = []
+
+    def keep(self, mean: torch.Tensor) -> None:
+        self.last.copy_(mean)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.net(batch[0]) - self.center
+        self.keep(rows.detach().mean(0))
+        return F.cross_entropy(rows, batch[1]) + (rows * self.last.sign()).mean() * 0
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.found.append(self.last.cpu().clone())
+        self.center.lerp_(self.last, 0.5)
+
+
+class CentersAnew(Centers):
+    def keep(self, mean: torch.Tensor) -> None:
+        self.last = mean
+
+
+class CentersBeforeBackward(Centers):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.found.append(self.last.cpu().clone())
+        self.center.lerp_(self.last, 0.5)
+
+
+@pytest.mark.parametrize("kind", [Centers, CentersAnew, CentersBeforeBackward])
+@pytest.mark.parametrize(
+    ("num_replicas", "execution", "micro_batches"), [(2, "inline", 1), (3, "threads", 1), (2, "inline", 2)]
+)
+def test_hooks_before_backward_find_the_buffers_of_the_whole_batch(
+    kind, num_replicas, execution, micro_batches
+) -> None:
+    def centers(**where: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = kind()
+        make_trainer(max_epochs=2, **where).fit(model, make_loader(22, 8))
+        found = {f"found {index}": value for index, value in enumerate(model.found)}
+        return {**{name: value.cpu() for name, value in model.state_dict().items()}, **found}
+
+    strategy = dpx.DPXStrategy(execution=execution, micro_batches=micro_batches, verify="raise")
+    assert_equal(centers(strategy=strategy, devices=num_replicas), centers())
