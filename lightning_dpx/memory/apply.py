@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -67,6 +68,7 @@ def search_plan(
     progress: bool = True,
     plan_cache: bool | str | os.PathLike[str] = False,
     micro_batches: MicroBatchNumber = 1,
+    accumulates: bool | None = None,
 ) -> MemoryPlan:
     """Chooses what to compute again, so that the activations of a step on ``batch`` fit into ``budget``.
 
@@ -105,6 +107,10 @@ def search_plan(
         micro_batches: Into how many micro-batches (of dim 0) a step is cut, each of which runs forward and backward
             before the next; ``"auto"`` is the number with which a step is fastest within the budget. The plan is for
             one of them, and says how many. Cutting is the caller's, or that of a strategy or group with the plan.
+        accumulates: Whether backward adds to gradients that are there, as in a second step before ``zero_grad``, or
+            after ``zero_grad(set_to_none=False)``: a new gradient is an activation then, until it has been added.
+            ``True`` plans for that, ``False`` for a step that finds none; unless given, parameters have the gradients
+            that they have now.
 
     Returns:
         The plan, for :func:`apply_plan` or ``DPXStrategy(plan=...)``; nothing follows it yet.
@@ -135,14 +141,15 @@ def search_plan(
         where = False if is_sharded else plan_cache
         cache = PlanCache(where, _LOG.warning)
 
-        def profile_of(inputs: tuple[Any, ...], accumulates: bool) -> Profile:
+        def profile_of(inputs: tuple[Any, ...], adds: bool) -> Profile:
             key = ""
             if cache.is_on:  # a key is a digest of all that the module leads to
                 # A micro-batch finds gradients of earlier ones, and is another step than the
                 # first.
-                others = (str(device), "accumulates") if accumulates else (str(device),)
+                adding = ("accumulates",) if adds or _has_gradients(whole) else ()
+                others = (str(device), *adding)
                 key = key_of_step(module, inputs, device_of(module, inputs), *others)
-            return cache.profile(key, lambda: profile_module(whole, *inputs, device=device, accumulates=accumulates))
+            return cache.profile(key, lambda: profile_module(whole, *inputs, device=device, accumulates=adds))
 
         def plan_of(profile: Profile, allowed: int | None) -> MemoryPlan:
             # Only a step that runs here as it is planned can be timed with several plans; else the
@@ -153,16 +160,45 @@ def search_plan(
             plan, found = found_or_planned(cache, whole, profile, allowed, chosen, choose=choose)
             if found:
                 _LOG.info("dpx: the memory plan was found in the cache, in %s", cache.path_of(found))
-            return plan
+            return replace(plan, adding_peak=_adding_peak(profile, plan))
 
-        profile = profile_of(batch, False)
+        profile = profile_of(batch, bool(accumulates))
         allowed = bytes_of_budget(budget, profile.peak)
         if micro_batches == 1:
             return plan_of(profile, allowed)
         return _planned_in_parts(batch, profile, allowed, micro_batches, profile_of, plan_of)
 
-    with shown("planning memory", enabled=progress), unwrapped(module) as whole:
+    with (
+        shown("planning memory", enabled=progress),
+        unwrapped(module) as whole,
+        _without_gradients(whole) if accumulates is False else nullcontext(),
+    ):
         return plan_of_first_rank(search) if is_sharded else search()
+
+
+def _has_gradients(module: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in module.parameters())
+
+
+@contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """In here no parameter has a gradient."""
+    found = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in found:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in found:
+            parameter.grad = gradient
+
+
+def _adding_peak(profile: Profile, plan: MemoryPlan) -> int | None:
+    """What a step takes at the most that adds its gradients to others, where that of ``profile`` finds none."""
+    if not profile.adding or plan.peak is None:
+        return None
+    bytes_at = timeline_of(profile, plan)
+    return max(plan.peak, *(bytes_at[event] + more for event, more in profile.adding))
 
 
 def _planned_in_parts(
@@ -397,6 +433,10 @@ class AppliedPlan:
         self._has_told = False
         self._has_widened = False
         self._has_told_of_waiting = False
+        # Whose gradients would take a step beyond the budget; none where that is not so, or is told.
+        self._trained: list[weakref.ref[nn.Parameter]] = []
+        if (plan.adding_peak or 0) > (plan.budget or plan.adding_peak or 0):
+            self._trained = [weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad]
         self._handles: list[Any] = []
         self.values: Rematerialisation | None = None
         self._replays: Replays | None = None
@@ -414,7 +454,7 @@ class AppliedPlan:
             self._replays = Replays(module, plan.replayed, alike)
         if plan.dropped or watches:
             self.values = hooks_for_values(module, plan, watches=watches)
-        if self.values is not None or self._replays is not None:
+        if not self._has_nothing_to_do:
             # The root's own hooks: first of all, so that what other hooks save follows the plan as
             # well, and also where forward raises, so that no thread is left inside.
             root = _RootHooks(self)
@@ -422,6 +462,10 @@ class AppliedPlan:
                 module.register_forward_pre_hook(root, prepend=True, with_kwargs=True),
                 module.register_forward_hook(root.leave, always_call=True),
             ]
+
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        return self.values is None and self._replays is None and not self._trained
 
     @contextmanager
     def active(self, inputs: Any = ()) -> Iterator[None]:
@@ -431,8 +475,7 @@ class AppliedPlan:
             inputs: What it takes, where that is known: tensors, or what has some in it.
         """
         # A module that calls itself is in here already.
-        nothing = self.values is None and self._replays is None
-        if nothing or getattr(self._local, "active", False) or not _saves_for_hooks():
+        if self._has_nothing_to_do or getattr(self._local, "active", False) or not _saves_for_hooks():
             yield
             return
         # What a region saves has to be the same when it runs again, and here what is saved depends
@@ -494,6 +537,30 @@ class AppliedPlan:
                 stacklevel=2,
             )
 
+    def _watch_backward(self, output: Any) -> None:
+        """Until the backward begins, gradients may still be set to ``None``, so that is when they are looked for."""
+        for leaf in tree_leaves(output) if _saves_for_hooks() else ():
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._check_gradients)  # type: ignore[no-untyped-call]
+                return
+
+    def _check_gradients(self, _gradient: Any) -> None:
+        """Tells once if the backward of a step that was planned as one without gradients finds some."""
+        for reference in self._trained:
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                break
+        else:
+            return
+        self._trained = []
+        warnings.warn(
+            f"dpx: parameters have gradients, to which the backward of the planned {self.plan.model} adds new ones: "
+            f"that takes up to {format_mib(self.plan.adding_peak or 0)}, where the plan has a budget of "
+            f"{format_mib(self.plan.budget or 0)} for a step that finds none. Make the plan with accumulates=True, or "
+            "call zero_grad(set_to_none=True) before every step.",
+            stacklevel=2,
+        )
+
     def _tell_of_checkpoint(self) -> None:
         """Once: the plan is not followed in a region that makes all of the module again."""
         if not self._has_told:
@@ -516,9 +583,11 @@ class AppliedPlan:
         self._local.entered.append(stack)
         stack.enter_context(self.active(inputs))
 
-    def leave(self) -> None:
+    def leave(self, output: Any) -> None:
         """A forward of the root is over."""
         self._local.entered.pop().close()
+        if self._trained:
+            self._watch_backward(output)
 
     @property
     def not_found(self) -> dict[str, str]:
@@ -575,9 +644,9 @@ class _RootHooks:
         if self._applied is not None:
             self._applied.enter((args, kwargs))
 
-    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._applied is not None:
-            self._applied.leave()
+            self._applied.leave(output)
 
 
 def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> AppliedPlan:
@@ -587,7 +656,8 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
     calls submodules) follows it inside ``applied.active()``; the strategy and the callback take care of that.
 
     A step may differ from the planned one, as layers are skipped or rows are routed: what the plan does not know is
-    dropped if the same value of a call like it is. If a step will exceed the budget nevertheless, a warning tells once.
+    dropped if the same value of a call like it is. If a step will exceed the budget nevertheless, a warning tells
+    once; likewise if its backward finds gradients, to which it adds, and the plan was made for one that finds none.
     Within ``torch.utils.checkpoint``, which makes all of a forward again, nothing is dropped.
 
     Args:

@@ -36,7 +36,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.python_objects.digest import Digest
 from lightning_dpx.units import MIB
 
-_FORMAT = 2
+_FORMAT = 3
 _MOST_ENTRIES = 256
 _MOST_TOTAL = 512 * MIB  # files, and bytes of all of them
 _SUFFIX = ".json"

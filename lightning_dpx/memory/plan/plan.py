@@ -88,6 +88,8 @@ class MemoryPlan:
             those of all of them together over a step in one piece.
         micro_batch_rows: Rows of the largest of them; 0 where the step is not cut.
         units: Paths of the sharded parts within which values are made again, with spaces between; see sharding.py.
+        adding_peak: Bytes of activations at the most in a step whose backward finds gradients and adds to them, if the
+            plan was made for one that finds none; else ``None``.
 
     Examples:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
@@ -112,6 +114,7 @@ class MemoryPlan:
     micro_batches: int = 1
     micro_batch_rows: int = 0
     units: str = ""
+    adding_peak: int | None = None
 
     def names(self, *actions: Action) -> frozenset[str]:
         """The values with one of these actions."""
@@ -286,17 +289,19 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
     return plan
 
 
-_VOID: dict[str, Any] = {"peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None}
+_VOID: dict[str, Any] = {
+    "peak": None, "saved_bytes": None, "recompute_share": None, "least_share": None, "adding_peak": None,
+}  # fmt: skip
 _NUMBER = (int, float)
 _BESIDE = ("version", "num_decisions", "checksum", "decisions")
 _OF_BEFORE: dict[str, Any] = {  # what older files lack
-    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0, "units": "",
+    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0, "units": "", "adding_peak": None,
 }  # fmt: skip
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
     "least_share": (*_NUMBER, type(None)), "prefetch_depth": int, "basis": str,
-    "micro_batches": int, "micro_batch_rows": int, "units": str,
+    "micro_batches": int, "micro_batch_rows": int, "units": str, "adding_peak": (int, type(None)),
 }  # fmt: skip
 
 

@@ -212,6 +212,8 @@ class Profile:
         communicates: Whether the step talks to other processes.
         units: Paths of the sharded parts within which values are made again, with spaces between.
         codes: Calls of compiled parts.
+        adding: Events at which more would be there if backward found gradients on parameters that have none, and added
+            new ones to them; and how many bytes more. Empty for a step that finds them.
     """
 
     values: tuple[SavedValue, ...]
@@ -237,6 +239,7 @@ class Profile:
     communicates: bool = False
     units: str = ""
     codes: tuple[CompiledCall, ...] = ()
+    adding: tuple[tuple[int, int], ...] = ()
 
     @property
     def peak(self) -> int:

@@ -17,7 +17,7 @@ What is asked for several times is computed as often, unless something else keep
 
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ from lightning_dpx.memory.profile.lifetimes import AsksItselfError, Lifetimes, n
 from lightning_dpx.memory.profile.planned_steps import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
 from lightning_dpx.memory.profile.step_timer import StepTimer
-from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.torch_compat import disable_current_modes
@@ -276,6 +276,8 @@ class _Gradients:
         self._trace = trace
         self._handles: list[Any] = []
         self.allocations: set[int] = set()
+        self._new: list[tuple[Allocation, int]] = []  # with the event at which it becomes a parameter's gradient
+        self._found = {id(parameter) for parameter in self._parameters if parameter.grad is not None}
 
     def __enter__(self) -> None:
         for parameter in self._parameters:
@@ -291,7 +293,18 @@ class _Gradients:
         # A sparse gradient has no storage that could be looked for.
         if gradient is not None and gradient.layout is torch.strided:
             # The trace holds its allocations, so no id is given twice.
-            self.allocations.add(id(self._trace.allocation_of(gradient.untyped_storage())))
+            allocation = self._trace.allocation_of(gradient.untyped_storage())
+            self.allocations.add(id(allocation))
+            if allocation is not None and id(parameter) not in self._found:
+                self._new.append((allocation, self._trace.now))
+
+    def adding(self, curve: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """What is there beside ``curve`` if each is added to another one: events and bytes."""
+        gone = {id(allocation): event for allocation, event in self._new}
+        bytes_with = self._trace.passing(self.allocations, gone)
+        for event, (without, num_bytes) in enumerate(zip(curve, bytes_with, strict=False)):
+            if num_bytes > without:
+                yield event, num_bytes - without
 
 
 def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
@@ -336,11 +349,12 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
     # will do where backwards run within the forward or ask again.
     calls, holds = ((), ()) if asks_itself or saves else hooks.calls_of(end)
     codes = () if asks_itself or saves else hooks.calls.compiled()
+    curve = tuple(trace.passing(gradients.allocations)[:end])
     return Profile(
         values=tuple(hooks.found.values),
         storages=tuple(_storages(hooks, trace, partial(lifetimes.last_use, num_operators=forward_operators), end)),
         requests=tuple(requests),
-        curve=tuple(trace.passing(gradients.allocations)[:end]),
+        curve=curve,
         forward_events=forward_events,
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
@@ -351,6 +365,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
         calls=calls,
         holds=holds,
         codes=codes,
+        adding=tuple(gradients.adding(curve)),
     )
 
 

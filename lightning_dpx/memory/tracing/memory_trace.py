@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from types import FrameType
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -305,13 +305,19 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return max(self.passing(), default=0)
 
-    def passing(self, apart: Collection[int] = ()) -> list[int]:
-        """The curve without the allocations that are still there, and without those whose ids are ``apart``."""
+    def passing(self, apart: Collection[int] = (), gone: Mapping[int, int] = MappingProxyType({})) -> list[int]:
+        """The curve without the allocations that are still there, and without those whose ids are ``apart``.
+
+        Args:
+            apart: Ids of allocations.
+            gone: Those that are to be in the curve until some event, by their ids.
+        """
         # By how much the bytes change that are to be left out, at every event; summed up below.
         lasting = [0] * (len(self.curve) + 1)
         for allocation in self.allocations:
             if allocation.died is None or id(allocation) in apart:
-                lasting[allocation.born] += allocation.num_bytes
+                left_out = gone.get(id(allocation), allocation.born)
+                lasting[min(left_out, len(self.curve))] += allocation.num_bytes
                 if allocation.died is not None:
                     lasting[allocation.died] -= allocation.num_bytes
         result = []

@@ -72,7 +72,9 @@ def values_of(applied: AppliedPlan) -> Practised:
 
 def test_a_plan_that_drops_nothing_has_no_hooks() -> None:
     module, plain, x, _ = make()
-    applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=1.0))
+    # As much as a step takes that finds gradients: with less, hooks of the root look for these.
+    most = dpx.search_plan(module, x, budget=1.0).adding_peak
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=most))
     assert not applied.plan.dropped
     assert hooks_of(module) == hooks_of(plain)
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
@@ -105,6 +107,7 @@ def test_what_recipes_look_at_is_no_backward_of_the_steps_own(name: str) -> None
     module, x = ORDINARY[name]()
     applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=0.6, planner="optimal"))
     for _ in range(2):
+        module.zero_grad(set_to_none=True)
         module(x).pow(2).mean().backward()
     assert values_of(applied).is_routine
 
@@ -361,6 +364,7 @@ def test_operands_are_noted_where_a_recipe_asks_for_them_and_nowhere_else() -> N
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.filterwarnings("ignore:dpx. parameters have gradients")  # the second of two backwards finds some
 def test_a_step_that_runs_a_backward_of_its_own_is_followed_for_good() -> None:
     module, plain, x, plan = make(0.4)
     applied = dpx.apply_plan(module, plan)
