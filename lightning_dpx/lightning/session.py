@@ -343,6 +343,7 @@ class Session(Run):
         # hand ManualOptimization has the replicas follow, at every call of an optimizer.
         if self.strategy.session is self and (manual is None or not manual.is_shared):
             self.replicas.state.parameters.optimizer_stepped()
+        self.memory.end_update()
         return result
 
     # ---- replicas, looked at from outside of steps ----

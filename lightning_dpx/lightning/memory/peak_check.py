@@ -1,4 +1,4 @@
-"""What a planned step took, beside what was predicted of it: said once, where it was more."""
+"""What a planned step took, beside what was predicted of it and what a budget allows: said once, where it was more."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,13 +8,15 @@ from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.units import format_mib
 
+Forecast = Callable[[torch.device], tuple[int, int]]
 _CHECKED_STEP = 2  # the first would be judged with an optimizer state that is still to come
 _TOLERANCE = 0.05  # of a predicted peak
 _UNNOTICED = 2**18  # bytes: small things that come while activations go
+_ABOVE_LIMIT = 0.02  # of it
 
 
 class PeakCheck:
-    """Measures one step after every new plan.
+    """Measures one step after every new plan, and what all steps since have taken now and then.
 
     Attributes:
         passing: By device, bytes beside activations that come in a backward: gradients, and what passes with them.
@@ -23,11 +25,14 @@ class PeakCheck:
     def __init__(self) -> None:
         self.passing: dict[torch.device, int] = {}
         self._before: dict[torch.device, int] = {}
+        self._measured: list[torch.device] = []  # of which nothing is told yet
         self._num_steps = 0
+        self._num_updates = 0  # since then
 
     def restart(self) -> None:
         """There is a new plan, or none."""
         self._before = {}
+        self._measured = []
         self._num_steps = 0
 
     def begin_step(self, devices: Iterable[torch.device]) -> None:
@@ -37,18 +42,47 @@ class PeakCheck:
             return
         # The host is left out: it has the resident memory of the process only, not what its tensors take.
         self._before = {device: allocated_and_peak(device)[0] for device in devices if not is_host(device)}
+        self._measured = list(self._before)
+        self._num_updates = 0
         for device in self._before:
             reset_peak_memory(device)
 
-    def end_backward(self, predicted: Callable[[torch.device], int]) -> None:
-        """Compares what the step took with what was ``predicted`` of activations, in bytes."""
+    def end_update(self, forecast: Forecast) -> None:
+        """An optimizer has stepped: tells where more was there at a time than a budget allows, whatever it was.
+
+        Args:
+            forecast: As in :meth:`end_backward`.
+        """
+        self._num_updates += 1
+        # After 1, 2, 4, 8, ... of them, as an allocator takes its time to answer.
+        if self._num_updates & (self._num_updates - 1):
+            return
+        for device in list(self._measured):
+            planned, limit = forecast(device)
+            peak = allocated_and_peak(device)[1]
+            if limit and peak > limit * (1 + _ABOVE_LIMIT):
+                self._measured.remove(device)
+                rank_zero_warn(
+                    f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
+                    f"memory_budget allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
+                    "activations. More may be taken by the step of the optimizer (least with fused=True or "
+                    "foreach=False), by steps that call more than the planned ones, by an evaluation or by callbacks."
+                )
+
+    def end_backward(self, forecast: Forecast) -> None:
+        """Compares what the step took with what was predicted of its activations.
+
+        Args:
+            forecast: Bytes of activations on a device at their peak, and what its budget allows for everything.
+        """
         for device, before in self._before.items():
             present, peak = allocated_and_peak(device)
-            expected = predicted(device)
+            expected, _ = forecast(device)
             taken = peak - before
             # What is planned for apart may have been there at the peak, where another device was ahead of this one.
             unnoticed = max(present - before, _UNNOTICED + self.passing.get(device, 0))
             if expected and taken > expected * (1 + _TOLERANCE) + unnoticed:
+                self._measured.remove(device)
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(expected)} was "
                     "predicted: operators that need much memory inside, or other work on the device."

@@ -586,7 +586,11 @@ class MemoryPlanning:
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
-        self._peaks.end_backward(lambda device: self.forecast(device)[0])
+        self._peaks.end_backward(self.forecast)
+
+    def end_update(self) -> None:
+        """Compares what was there at a time with the budgets."""
+        self._peaks.end_update(self.forecast)
 
 
 def _origin(profile: Profile, source: str, num_shapes: int) -> str:

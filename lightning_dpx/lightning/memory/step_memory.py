@@ -93,6 +93,9 @@ class NoStepMemory:
     def end_backward(self) -> None:
         """Right after the backward, before gradients are summed."""
 
+    def end_update(self) -> None:
+        """An optimizer has stepped."""
+
     def plan_ahead(self) -> None:
         """At setup, before any data is loaded."""
 
@@ -268,6 +271,10 @@ class StepMemory(NoStepMemory):
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
         self._planning.end_backward()
+
+    def end_update(self) -> None:
+        """Compares what was there at a time with the budgets."""
+        self._planning.end_update()
 
     def _tighten(self) -> str:
         """After a step that ran out of memory; says what the plans are now."""

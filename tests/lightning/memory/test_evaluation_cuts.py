@@ -268,6 +268,8 @@ def test_batch_norms_that_evaluate_do_not_look_at_the_batch(caplog) -> None:
     assert "it runs in" in said(caplog)
 
 
+# Nothing is cut while gradients wait, so what the evaluation takes is more than the budget.
+@pytest.mark.filterwarnings("ignore:dpx. .* MiB were allocated on sim.[01] at a time in the last steps")
 def test_evaluation_in_the_middle_of_an_accumulation_loses_no_gradients(hardware, one_device) -> None:
     ends: list[dict[str, torch.Tensor]] = []
     for strategy in (None, 3 << 20):

@@ -1,6 +1,7 @@
 """What a step holds beside activations is counted: whole-device peaks stay within the budget, whoever reduces."""
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -223,3 +224,34 @@ def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there()
     # Each parameter has a gradient, and SGD no state.
     lasting = 2 * sum(parameter.nbytes for parameter in model.parameters())
     assert rooms == [14 * MIB - lasting - rows * 64 * 4 for rows in (1024, 2048)]
+
+
+def test_a_step_of_the_optimizer_beyond_the_budget_is_told_of_with_what_was_measured(sim: Any) -> None:
+    """Its step takes the size of all parameters once more, and no plan for activations can help."""
+
+    class Adam(Layers):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), foreach=self.foreach)
+
+        def __init__(self, foreach: bool) -> None:
+            super().__init__()
+            self.foreach = foreach
+            self.net = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 64))
+
+    whole = torch.randn(8 * 6, 4, 64)
+    budget = 4 * (2 * 64 * 2048) * 4 + 840 * 1024  # parameters, gradients, two states, and the activations
+    with pytest.warns(UserWarning, match=r"MiB were allocated on sim:0 .* allows 4\.8 MiB") as told:
+        peaks = peaks_of_later_steps(Adam(foreach=True), whole, sim, micro_batches=1, memory_budget=budget)
+    assert max(peaks) > 1.02 * budget, "the premise"
+    assert len([one for one in told if "were allocated" in str(one.message)]) == 1
+    assert any(f"{max(peaks) / MIB:.1f} MiB were allocated" in str(one.message) for one in told)
+
+
+def test_nothing_is_told_of_steps_within_the_budget(sim: Any) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(8 * 6, 128, 64)
+    budget = int(0.8 * max(peaks_of_later_steps(Layers(), whole, sim, micro_batches=1)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx:")
+        within = peaks_of_later_steps(Layers(), whole, sim, micro_batches=1, memory_budget=budget)
+    assert max(within) <= budget
