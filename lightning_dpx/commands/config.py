@@ -4,7 +4,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.lightning.lightning_api import PACKAGE, LightningModule, Trainer
+from lightning_dpx.lightning.lightning_api import (
+    PACKAGE,
+    Checkpoint,
+    DummyLogger,
+    LightningModule,
+    ModelSummary,
+    ProgressBar,
+    Trainer,
+)
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.simulate import simulate
 
@@ -91,10 +99,42 @@ class InstantiateOnlyCLI(ConfigCLI):
         super().__init__(**options)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """With the given arguments."""
+        """With the given arguments, and so that nothing is shown or written."""
+        quiet: dict[str, Any] = {
+            "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False,
+            "callbacks": self._callbacks_of_the_step(), "logger": self._silent_loggers(), "profiler": None,
+        }  # fmt: skip
         # Lightning lets arguments that are given here win over those of the config.
-        return super().instantiate_trainer(**kwargs, **self._for_trainer)
+        return super().instantiate_trainer(**kwargs, **quiet, **self._for_trainer)
+
+    def _callbacks_of_the_step(self) -> list[Any]:
+        """Those of the config without what writes files of checkpoints, or prints: some a quiet Trainer refuses."""
+        kept = []
+        for callback in _as_list(look_up(self, self.config_init, "trainer.callbacks")):
+            if not isinstance(callback, Checkpoint | ModelSummary | ProgressBar):
+                kept.append(callback)
+        return kept
+
+    def _silent_loggers(self) -> list[DummyLogger] | bool:
+        """As many as a run has, as callbacks and steps may ask for one; they take everything and write nothing."""
+        given = look_up(self, self.config_init, "trainer.logger")
+        # A Trainer that is barebones has no logger unless it is asked for one, which it refuses.
+        if given is False or (given is None and look_up(self, self.config_init, "trainer.barebones")):
+            return False
+        silent = []
+        for _ in _as_list(given) or [None]:
+            silent.append(DummyLogger())
+        return silent
 
     # Without subcommands, as with `run=False`, a LightningCLI would not read the config of a `fit`.
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing runs."""
+
+
+def _as_list(given: Any) -> list[Any]:
+    """What a Trainer takes as one or as a list of them, as a list."""
+    if given is None:
+        return []
+    if isinstance(given, list | tuple):
+        return list(given)
+    return [given]

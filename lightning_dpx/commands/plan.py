@@ -320,8 +320,7 @@ def cli_on_one_cpu(args: argparse.Namespace, others: Sequence[str]) -> Any:
 def on_one_cpu() -> dict[str, Any]:
     """What a dry run changes in a config: no step is trained, and no device of the config is needed."""
     return {
-        "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "profiler": None,
+        "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "num_sanity_val_steps": 0,
     }  # fmt: skip
 
 

@@ -314,11 +314,10 @@ def _seconds_of_steps(config: dict[str, Any], batch_size: int) -> list[float]:
         cli = make_cli(
             ["fit", "--config", str(path)],
             execute=False,
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             # However many epochs the steps take, the clock ends them; a minimum of the config would
             # let the fit go on in spite of `should_stop`.
             num_sanity_val_steps=0, limit_val_batches=0, max_epochs=-1, max_steps=-1, min_epochs=None, min_steps=None,
-            fast_dev_run=False, profiler=None,
+            fast_dev_run=False,
         )  # fmt: skip
         # Of other callbacks none takes part, so that the time is that of steps alone.
         kept = [callback for callback in cli.trainer.callbacks if type(callback).__module__.startswith("lightning_dpx")]

@@ -59,9 +59,16 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.fabric.utilities.warnings import PossibleUserWarning
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-    from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        Checkpoint,
+        GradientAccumulationScheduler,
+        ModelSummary,
+        ProgressBar,
+    )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.optimization.automatic import ClosureResult
     from lightning.pytorch.plugins import (
         DoublePrecision,
@@ -93,9 +100,16 @@ else:
     from lightning_fabric.utilities.warnings import PossibleUserWarning
     from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
     from pytorch_lightning.accelerators import Accelerator, AcceleratorRegistry
-    from pytorch_lightning.callbacks import BaseFinetuning, Checkpoint, GradientAccumulationScheduler
+    from pytorch_lightning.callbacks import (
+        BaseFinetuning,
+        Checkpoint,
+        GradientAccumulationScheduler,
+        ModelSummary,
+        ProgressBar,
+    )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.loggers import Logger, TensorBoardLogger
+    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.loops.optimization.automatic import ClosureResult
     from pytorch_lightning.plugins import (
         DoublePrecision,
@@ -129,6 +143,7 @@ __all__ = [
     "ClusterEnvironment",
     "DeepSpeedStrategy",
     "DoublePrecision",
+    "DummyLogger",
     "FABRIC_STRATEGIES",
     "FSDPStrategy",
     "GradientAccumulationScheduler",
@@ -141,9 +156,11 @@ __all__ = [
     "MisconfigurationException",
     "MixedPrecision",
     "PACKAGE",
+    "ModelSummary",
     "ParallelStrategy",
     "PossibleUserWarning",
     "Precision",
+    "ProgressBar",
     "PyTorchProfiler",
     "SIGTERMException",
     "SLURMEnvironment",

@@ -72,6 +72,44 @@ def test_the_fastest_are_measured(tmp_path: Path, capsys: Any) -> None:
     assert [row for row in found["batch_sizes"] if row["best"]] == [fastest]
 
 
+CALLBACKS = """
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+    - class_path: lightning.pytorch.callbacks.TQDMProgressBar
+    - class_path: lightning.pytorch.callbacks.RichModelSummary
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+"""
+
+
+@pytest.mark.parametrize("command", [["plan"], ["tune", "--measure", "--batch-sizes", "64"]], ids=["plan", "tune"])
+def test_callbacks_of_a_run_are_no_hindrance(
+    command: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Path(config(tmp_path))
+    text = own.read_text().replace("  logger: false\n  enable_checkpointing: false\n", CALLBACKS[1:])
+    own.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--json", "--no-plan-cache", "--config", str(own), "--devices", "cpu"]) == 0
+    # Nothing was printed beside, and nothing written.
+    assert json.loads(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == [own]
+
+
+class AsksItsLogger(Shallow):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.add_scalar("seen", 1.0, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_a_step_finds_the_logger_that_it_asks_for(command: str, tmp_path: Path, capsys: Any) -> None:
+    own = Path(config(tmp_path))
+    text = own.read_text().replace("  logger: false\n", "").replace("test_plan.Shallow", "test_tune.AsksItsLogger")
+    own.write_text(text)
+    assert main([command, "--json", "--config", str(own), "--devices", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
 def test_the_strategy_of_the_config_keeps_its_other_options(tmp_path: Path) -> None:
     saved = tmp_path / "tuned.yaml"
     own = config(tmp_path, strategy="{class_path: lightning_dpx.DPXStrategy, init_args: {reducer: naive}}")
