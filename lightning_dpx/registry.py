@@ -80,11 +80,11 @@ class Registry(Generic[T]):
             return self._entries[name]
         # A config may hold something that is no text, such as a list, which a dict refuses.
         except (KeyError, TypeError):
-            close = difflib.get_close_matches(str(name), self._entries, n=1)
+            # What means something else is no entry, and may be given all the same.
+            allowed = sorted({*self._entries, *self._reserved})
+            close = difflib.get_close_matches(str(name), allowed, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigurationError(
-                f"Unknown {self._kind} {name!r}; available: {', '.join(sorted(self._entries))}.{hint}"
-            ) from None
+            raise ConfigurationError(f"Unknown {self._kind} {name!r}; available: {', '.join(allowed)}.{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))

@@ -105,7 +105,7 @@ class InstantiateOnlyCLI(ConfigCLI):
             "callbacks": self._callbacks_of_the_step(), "logger": self._silent_loggers(), "profiler": None,
         }  # fmt: skip
         # Lightning lets arguments that are given here win over those of the config.
-        return super().instantiate_trainer(**kwargs, **quiet, **self._for_trainer)
+        return super().instantiate_trainer(**{**kwargs, **quiet, **self._for_trainer})
 
     def _callbacks_of_the_step(self) -> list[Any]:
         """Those of the config without what writes files of checkpoints, or prints: some a quiet Trainer refuses."""

@@ -97,6 +97,7 @@ def test_case_52_an_unknown_precision_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"reducer": "atuo"}, "Unknown reducer 'atuo'; available: auto, .*Did you mean 'auto'"),
         ({"reducer": "ncl"}, "Unknown reducer 'ncl'; available: .*Did you mean 'nccl'"),
         ({"execution": "fast"}, "execution.*'auto', ?'inline', ?'threads'"),
         ({"gradient_buckets": "many"}, "gradient_buckets"),

@@ -29,11 +29,15 @@ def parse_budget(budget: Any, name: str = "memory_budget") -> Any:
     is_fraction = is_number(budget) and not is_whole_number(budget)
     if is_fraction and 0 < budget <= 1:
         return float(budget)
-    if is_fraction:
+    try:
+        return parse_bytes(name, budget)
+    except ConfigurationError:
+        # Its own words know nothing of fractions. A text with a percent sign is one of what a step
+        # would take without a plan wherever else it is allowed, and must not mean another thing here.
         raise ConfigurationError(
-            f"{name}={budget!r} is not allowed; give a fraction up to 1.0, bytes, '8GiB', or 'auto'."
-        )
-    return parse_bytes(name, budget)
+            f"{name}={budget!r} is not allowed; give positive bytes, a text such as '8GiB', a fraction of the device "
+            "as a number up to 1.0, or 'auto'."
+        ) from None
 
 
 def _parse_each(budgets: Mapping[Any, Any]) -> dict[str, Budget]:

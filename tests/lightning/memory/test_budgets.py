@@ -33,7 +33,12 @@ def test_texts_become_bytes_and_the_rest_stays() -> None:
         ({7.5: "8GiB"}, "memory_budget names 7.5, which is no device"),
         ({"cuda:0": None}, r"memory_budget\['cuda:0'\]=None is not allowed"),
         ({"cuda:0": "much"}, r"memory_budget\['cuda:0'\]='much' is not allowed; give positive bytes"),
-        ({"cuda:0": 1.5}, r"memory_budget\['cuda:0'\]=1.5 is not allowed; give a fraction"),
+        ({"cuda:0": 1.5}, r"memory_budget\['cuda:0'\]=1.5 is not allowed; give positive bytes, .* a fraction"),
+        (
+            "50%",
+            "'50%' is not allowed; give positive bytes, a text such as '8GiB', a fraction of the device as a number",
+        ),
+        (0, "memory_budget=0 is not allowed; give .* or 'auto'"),
         ({"cuda:0": {"cuda:1": 5}}, r"memory_budget\['cuda:0'\]=\{'cuda:1': 5\} is not allowed"),
     ],
 )
