@@ -41,11 +41,12 @@ Names = str | Activation | Sequence[str | Activation]
 _PAUSES = threading.local()
 # By identity: a metric has a hash of its own, of states that its copy does not have yet.
 _SHIFTS: "MutableMapping[nn.Module, Shift]" = WeakIdKeyDictionary()
-# These ask about a tensor, or say themselves where it goes: bringing it elsewhere before would
-# give wrong answers.
+# These ask about a tensor, say themselves where it goes, or want it and no copy of it (`grad` looks for it in a graph,
+# and what is copied deeply stays where it is): bringing it elsewhere before would give wrong answers.
 LOOKS = frozenset({"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "to",
                     "cpu", "cuda", "data_ptr", "requires_grad_", "register_hook", "backward", "detach", "__len__",
-                    "untyped_storage", "storage_offset", "is_contiguous", "type", "item", "tolist"})  # fmt: skip
+                    "untyped_storage", "storage_offset", "is_contiguous", "type", "item", "tolist", "grad",
+                    "__deepcopy__"})  # fmt: skip
 _READS = frozenset({"to", "cpu", "cuda", "type", "item", "tolist"})  # those of them that look at the values
 _WRITES = frozenset({"__setitem__", "__iadd__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
 
