@@ -133,6 +133,17 @@ class BatchWrites:
             self.forget()
         return self._is_watching
 
+    def move_to(self, device: torch.device) -> None:
+        """Hooks find the batch there, where they give it to the module again, or compare it with outputs.
+
+        Not in the trial of a step, which runs no hooks.
+        """
+        if is_host(device):
+            return
+        for _, leaf in _all_leaves(self._shown, ()):
+            if _is_exchangeable(leaf) and leaf.device != device:
+                _exchange(leaf, leaf.to(device))
+
     def forget(self) -> None:
         """Hooks get the next batch as it is, or do not look at it."""
         self._shown = _MISSING
@@ -171,18 +182,9 @@ class BatchWrites:
 
         Args:
             rules: How values are put together, as far as it is known.
-            device: Where; that of the user's module.
+            device: Where.
             dim: The batch dim.
         """
-        problem = self._put_together(rules, device, dim)
-        # Hooks give the batch to the module again, or compare it with outputs, which are there as well.
-        if not is_host(device):
-            for _, leaf in _all_leaves(self._shown, ()):
-                if _is_exchangeable(leaf) and leaf.device != device:
-                    _exchange(leaf, leaf.to(device))
-        return problem
-
-    def _put_together(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
         # They were noted in the order in which threads began; rows are joined in that
         # of the slices.
         given = sorted(self._given, key=lambda one: one.batch_slice.replica.index)

@@ -173,6 +173,7 @@ class Session(Run):
         problem = self.batch_writes.finish(rules, self.strategy.root_device, self.replicas.output_dim)
         if problem is not None:
             self.whole_batches.give_whole(name, *unlike_one_batch(problem))
+        self.batch_writes.move_to(self.strategy.root_device)
 
     def before_evaluation_batch(self) -> None:
         """Several processes may be told to stop between two batches."""
