@@ -194,6 +194,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="knows of a storage without keeping it", without="plans would keep what they are there to free"
     ),
     "torch.UntypedStorage._free_weak_ref": PrivateName(why="ends a _weak_ref", without="weak references would leak"),
+    "torch.autograd._unsafe_preserve_version_counter": PrivateName(
+        why="buffers are shown to hooks between a forward and its backward, which still needs them as they were",
+        without="such hooks would find the buffers of the first slice",
+    ),
     "torch.Tensor._version": PrivateName(
         why="counts writes in place", without="changed parameters are not sent to the replicas"
     ),

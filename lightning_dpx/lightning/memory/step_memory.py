@@ -201,6 +201,7 @@ class StepMemory(NoStepMemory):
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, whose ``dataloader_iter`` gives every run of a step the same batches."""
+        self._step = None  # with another batch: the last one is not to be there beside it
         # A dataloader_iter cannot be asked for the same batch twice.
         if self._plans and fetches_by_itself(args[0]):
             return RewindableBatches(args[0]), *args[1:]
