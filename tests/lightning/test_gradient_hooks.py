@@ -250,7 +250,22 @@ class CentersBeforeBackward(Centers):
         self.center.lerp_(self.last, 0.5)
 
 
-@pytest.mark.parametrize("kind", [Centers, CentersAnew, CentersBeforeBackward])
+class CentersInBackward(Centers):
+    def keep(self, mean: torch.Tensor) -> None:
+        self.last.lerp_(mean, 0.5)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.found_last = self.last.cpu().clone()
+        loss.backward(*args, **kwargs)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.found.append(self.found_last)
+
+
+@pytest.mark.parametrize("kind", [Centers, CentersAnew, CentersBeforeBackward, CentersInBackward])
 @pytest.mark.parametrize(
     ("num_replicas", "execution", "micro_batches"), [(2, "inline", 1), (3, "threads", 1), (2, "inline", 2)]
 )

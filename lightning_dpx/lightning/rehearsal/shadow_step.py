@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
-from lightning_dpx.lightning.gradient_hooks import GradientHooks
+from lightning_dpx.lightning.gradient_hooks import GradientHooks, has_hooks
 from lightning_dpx.lightning.lightning_api import pl
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.logging import StepLog
@@ -193,6 +193,9 @@ class ShadowStep:
             if isinstance(loss, torch.Tensor):
                 forget_gradients(owners)  # Lightning zeroes them between a step and its backward
                 if loss.requires_grad:
+                    # One of the user's own may look at buffers, as in the run.
+                    if step is not None and has_hooks(self._module, (), ["backward"]):
+                        step.show_buffers()
                     # A backward may draw as well: a recomputed dropout, or a hook of the user's.
                     with self.guest.in_step("backward"):
                         shadow.backward(loss)
