@@ -1,10 +1,15 @@
 """The few rows of a batch on which its step is rehearsed, whole and in parts."""
 
 import copy
+from itertools import pairwise
 from typing import Any
 
+import torch
+
+from lightning_dpx.lightning.memory.batch_shapes import arrays_in
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, in_one_line
 from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.torch_compat import key_of
 
 
 class FewRows:
@@ -61,9 +66,30 @@ class FewRows:
     def _own(self, rows: Any) -> Any:
         """A step may write its batch in place; the real one must find what the loader gave."""
         try:
-            return copy.deepcopy(rows)
+            return copy.deepcopy(rows, _copies_of_views(rows))
         except Exception as error:  # noqa: BLE001  whatever the class of an item says to being copied
             raise NotRehearsed(f"its batch cannot be copied ({in_one_line(error)})") from None
+
+
+def _copies_of_views(rows: Any) -> dict[int, Any]:
+    """Copies of a few rows by their ids: ``deepcopy`` would copy the storage that they are in, which has all rows."""
+    tensors: list[torch.Tensor] = []
+    places: list[tuple[int, int, int]] = []
+    for array in arrays_in(rows):
+        # One with attributes of its own is more than its numbers.
+        is_plain = type(array) is torch.Tensor and array.layout is torch.strided and not vars(array)
+        if is_plain and isinstance(array, torch.Tensor) and array.is_contiguous():
+            tensors.append(array)
+            start = int(array.storage_offset()) * array.itemsize
+            places.append((key_of(array.untyped_storage()), start, start + array.nbytes))
+        elif isinstance(array, torch.Tensor):
+            return {}  # it may share its numbers with another one
+    # A step may write one and read the other.
+    for (storage, _, end), (other, start, _) in pairwise(sorted(places)):
+        if storage == other and start < end:
+            return {}
+    is_data = not any(tensor.requires_grad for tensor in tensors)
+    return {id(tensor): tensor.clone() for tensor in tensors} if is_data else {}
 
 
 def unequal_sizes(num_rows: int, num_slices: int, factor: int = 1) -> tuple[int, ...]:

@@ -64,3 +64,21 @@ def test_a_batch_that_cannot_be_copied_is_not_rehearsed() -> None:
     rows = rows_of([NoCopy() for _ in range(5)], 5)
     with pytest.raises(NotRehearsed, match=r"cannot be copied.*one only"):
         rows.whole(5)
+
+
+def test_a_few_rows_take_no_more_than_themselves() -> None:
+    batch = {"x": torch.arange(4000.0).reshape(1000, 4), "y": torch.arange(1000)}
+    rows = rows_of(batch, 1000)
+    whole = rows.whole(5)
+    assert torch.equal(whole["x"], batch["x"][:5])
+    for part in (whole, *rows.slices((3, 2))):
+        for copied in part.values():
+            assert copied.untyped_storage().nbytes() == copied.nbytes
+
+
+def test_tensors_of_the_same_numbers_are_of_the_same_in_the_copy() -> None:
+    numbers = torch.zeros(20, 2)
+    copied = rows_of([numbers, numbers.view(20, 2)], 20).whole(5)
+    copied[0].add_(1)
+    assert copied[1].eq(1).all()
+    assert not numbers.any()
