@@ -48,6 +48,7 @@ from lightning_dpx.memory.profile.fake import fake_device_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.sharding import plan_of_first_rank, profile_unsharded
 from lightning_dpx.progress import shown
+from lightning_dpx.python_objects.object_graph import CopiedEmpty
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, saved_tensors_hooks_enabled, tree_leaves
 from lightning_dpx.units import format_mib, parse_bytes, parse_share
@@ -631,7 +632,7 @@ def _saves_for_hooks() -> bool:
     return innermost_transform() is None
 
 
-class _RootHooks:
+class _RootHooks(CopiedEmpty):
     """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
     def __init__(self, applied: AppliedPlan | None) -> None:

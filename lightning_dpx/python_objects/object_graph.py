@@ -34,6 +34,10 @@ _CONTAINERS = (*MUTABLE, tuple, frozenset)
 _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
+class CopiedEmpty:
+    """Its copies, by deepcopy or pickle, refer to nothing: what it leads to is no part of what holds it."""
+
+
 def children_of_object(value: Any) -> Iterable[Any]:
     """What ``value`` refers to, without classes, code and globals."""
     kind = type(value)

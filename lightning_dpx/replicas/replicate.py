@@ -34,6 +34,7 @@ from lightning_dpx.errors import ReplicationError, describe_error
 from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.python_objects.object_graph import (
     ATOMS,
+    CopiedEmpty,
     ObjectGraph,
     children_of_object,
     is_module_or_parameter,
@@ -356,8 +357,11 @@ def prepare_memo(
         return id(value) in known or is_boundary(value)
 
     def has_own(value: Any) -> bool:
+        # Hooks of a plan on a module that replicas share lead to the modules of another replica.
+        if is_tensor_or_module(value) or isinstance(value, CopiedEmpty):
+            return True
         # A container that a replica got when tensors came into it: a function that captures it must lead there.
-        return is_tensor_or_module(value) or memo.get(id(value), value) is not value
+        return memo.get(id(value), value) is not value
 
     # Three walks: what leads to tensors and modules; what modules beside the structure hold (kept
     # in a list, say), whose tensors follow the first replica's; and what is copied whole.

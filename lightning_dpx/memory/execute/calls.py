@@ -37,6 +37,7 @@ from lightning_dpx.memory.execute.flat_units import holds_views, is_flat_unit
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
+from lightning_dpx.python_objects.object_graph import CopiedEmpty
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.process_generators import GeneratorWatch
 from lightning_dpx.torch_compat import (
@@ -107,7 +108,7 @@ def select_output(outcome: ReplayOutputs, key: OutputKey) -> torch.Tensor:
     return outcome.given[key]
 
 
-class Passive:
+class Passive(CopiedEmpty):
     """Hooks that do nothing while a call is made again."""
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
@@ -211,3 +212,46 @@ def test_a_module_with_a_metric_may_have_them_all(devices: int, options: dict[st
     torch.testing.assert_close(found, predicted)
     # Nothing is left of the run.
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+
+
+class NotesAllocated(Callback):
+    """What the second device holds after each batch, while nothing that is held in circles is collected."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self.allocated: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gc.disable()
+        self.allocated.append(self._sim.memory_allocated(1))
+
+    def on_train_end(self, *_: Any) -> None:
+        gc.enable()
+
+
+class MeasuredTower(Tower):
+    """Large enough for a plan that drops something."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.error(batch[0], batch[0])
+        self.log("error", self.error)
+        return super().training_step(batch, batch_idx)
+
+
+def test_looks_at_later_batches_copy_nothing_of_other_replicas(sim: Any) -> None:
+    """Replicas share a metric, whose hooks of a plan lead from one replica to the modules of another."""
+    torch.manual_seed(0)
+    notes = NotesAllocated(sim)
+    strategy = dpx.DPXStrategy(plan_cache=False, memory_budget="3MiB", micro_batches=1)
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=2, callbacks=[notes], max_epochs=1)
+    model = MeasuredTower()
+    trainer.fit(model, loader(batches=5), loader(batches=1))
+    # The second and the fourth batch are looked at again.
+    assert len(notes.allocated) == 5
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    # Shadows have buffers of their own, which wait to be collected.
+    assert max(notes.allocated) - notes.allocated[0] < 0.1 * parameters
