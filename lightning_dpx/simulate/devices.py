@@ -12,7 +12,7 @@ import torch
 from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.simulate.backend import MAX_DEVICES, load_backend
-from lightning_dpx.units import parse_bytes
+from lightning_dpx.units import parse_byte_rate, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ def simulate(
         memory: Capacity of each device, in bytes or as ``"8GiB"``, or one per device; ``None`` for no limit.
         speed: Speed of each device, or one per device. Time on a simulated device, as its events measure it, is
             modelled: an operator takes as long as its operands and results take at ``speed`` x 1e11 bytes a second.
-        link: Bytes per second of a copy between two devices, or with the host, as a number or ``"25GB"``; it takes the
-            time of both. ``None``: copies take no time.
+        link: Bytes per second of a copy between two devices, or with the host, as a number or ``"25GB/s"``; it takes
+            the time of both. ``None``: copies take no time.
         latency: Seconds that every such copy takes beside.
 
     Raises:
@@ -74,7 +74,7 @@ def simulate(
     speeds = list(speed) if isinstance(speed, Sequence) else [speed] * num_devices
     if len(speeds) != num_devices or not all(map(_is_speed, speeds)):
         raise ConfigurationError(f"speed={speed!r} is not allowed; give one positive number, or {num_devices} of them.")
-    bandwidth = 0.0 if link is None else float(parse_bytes("link", link))
+    bandwidth = 0.0 if link is None else _bytes_per_second(link)
     if not is_number(latency) or not 0 <= latency < float("inf"):
         raise ConfigurationError(f"latency={latency!r} is not allowed; give seconds, 0 or more.")
     capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
@@ -153,3 +153,10 @@ def _observe(buffer: int, size: int) -> None:
     # C++ reads up to the zero, in a buffer of this size.
     name = _maker().encode()[: size - 1] + b"\0"
     memmove(buffer, name, len(name))
+
+
+def _bytes_per_second(link: int | str) -> float:
+    # Rates are written with their unit wherever else they are given, such as to `dpx plan --link`.
+    if isinstance(link, str) and "/" in link:
+        return parse_byte_rate("link", link)
+    return float(parse_bytes("link", link))

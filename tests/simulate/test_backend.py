@@ -61,9 +61,15 @@ def test_time_is_bytes_over_speed_and_copies_take_the_link(sim) -> None:
     assert slow == pytest.approx(4 * fast)
     assert modelled_ms(lambda: rows.view(10, 100).t(), "sim:0") == 0, "views are free"
     assert modelled_ms(lambda: rows.to("sim:1"), "sim:0") == 0, "and so are copies without a link"
-    dpx.simulate(2, link="1MB", latency=1e-3)
-    for device in ("sim:0", "sim:1"):
-        assert modelled_ms(lambda: rows.to("sim:1"), device) == pytest.approx(1 + 4)
-    for options, message in (({"link": -1}, "link=-1"), ({"latency": -1.0}, r"latency=-1\.0")):
+    # As a number of bytes, or as a rate, of bytes or bits.
+    for link in ("1MB", "1MB/s", "8Mb/s"):
+        dpx.simulate(2, link=link, latency=1e-3)
+        for device in ("sim:0", "sim:1"):
+            assert modelled_ms(lambda: rows.to("sim:1"), device) == pytest.approx(1 + 4)
+    for options, message in (
+        ({"link": -1}, "link=-1"),
+        ({"link": "1/s"}, "link='1/s'"),
+        ({"latency": -1.0}, r"latency=-1\.0"),
+    ):
         with pytest.raises(dpx.ConfigurationError, match=message):
             dpx.simulate(2, **options)
