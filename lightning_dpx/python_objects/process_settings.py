@@ -8,7 +8,7 @@ import inspect
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,13 +58,17 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.switched: set[str] = set()
-        self._places = places_of_code(module)
         self._sizes: dict[int, int] = {}  # the most items that a container had, by id
         self._containers: list[tuple[str, Any]] = []  # which keeps their ids theirs
         self._files: dict[int, Any] = {}  # globals of files that were seen at work, by id
-        self._before = self._values()
-        for name, space, key in self._places:
-            self._add(name, _value_of(space, key))
+        self._settings: list[tuple[str, Callable[[], object], object]] = []
+        for name, read in _SETTINGS.items():
+            self._settings.append((name, read, read()))
+        self._values: list[tuple[str, Mapping[str, Any], str, Any]] = []  # and what was there before the step
+        for name, space, key in places_of_code(module):
+            held = vars(space) if isinstance(space, type) else space  # shows what is there at any time
+            self._values.append((name, held, key, held.get(key)))
+            self._add(name, held.get(key))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if on_tensors_of_tensors(types):
@@ -75,8 +79,13 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look(self) -> None:
         """Compares what is set now with what was set before the step."""
-        for name, value in self._values().items():
-            if name not in self._before or self._before[name] != value:
+        for name, read, before in self._settings:
+            if read() != before:
+                self.switched.add(name)
+        for name, space, key, before in self._values:
+            value = space.get(key)
+            # Asked at every operator, and mostly it is the very same object.
+            if value is not before and isinstance(value, _PLAIN) and value != before:
                 self.switched.add(name)
         for name, container in self._containers:
             size = len(container)
@@ -84,14 +93,6 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if size < self._sizes[id(container)]:
                 self.switched.add(name)
             self._sizes[id(container)] = size
-
-    def _values(self) -> dict[str, object]:
-        values = {name: read() for name, read in _SETTINGS.items()}
-        for name, space, key in self._places:
-            value = _value_of(space, key)
-            if isinstance(value, _PLAIN):
-                values[name] = value
-        return values
 
     def _look_at_frames(self) -> None:
         # No name may be left for this frame: in a circle with itself it would keep those that called it, and so all
@@ -122,7 +123,3 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(value) in _CONTAINERS and id(value) not in self._sizes:
             self._sizes[id(value)] = len(value)
             self._containers.append((name, value))
-
-
-def _value_of(space: Any, key: str) -> Any:
-    return (vars(space) if isinstance(space, type) else space).get(key)

@@ -8,7 +8,7 @@ milliseconds.
 
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype, type, types.ModuleType,
     types.BuiltinFunctionType,
 )  # fmt: skip
-_KNOWN_NAMES: dict[int, tuple[types.CodeType, frozenset[str]]] = {}  # by id, which is its own while the code is held
+# By id, which is its own while the code is held; in order, as that of a set of texts differs from process to process.
+_KNOWN_NAMES: dict[int, tuple[types.CodeType, dict[str, None]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,9 @@ class _Search:
             return
         names = _names_in(function.__code__)
         namespace = function.__globals__
-        # Sorted, as the order of a set of texts differs from process to process.
-        for name in sorted(names & namespace.keys()):
+        for name in names:
+            if name not in namespace:
+                continue
             value = namespace[name]
             if isinstance(value, types.ModuleType):
                 # Of an imported file only what the function names is looked at, not all that
@@ -156,9 +158,10 @@ class _Search:
             # Behind a decorator made with functools.wraps stands the function that was written.
             self._add((None, "name", function.__qualname__), getattr(function, "__wrapped__", None))
 
-    def _add_helpers(self, file: types.ModuleType, names: frozenset[str]) -> None:
-        for name in sorted(names & vars(file).keys()):
-            self._add((None, "name", f"{file.__name__}.{name}"), vars(file)[name])
+    def _add_helpers(self, file: types.ModuleType, names: Iterable[str]) -> None:
+        for name in names:
+            if name in vars(file):
+                self._add((None, "name", f"{file.__name__}.{name}"), vars(file)[name])
 
 
 _Step = tuple[Any, str, Any]  # the step before, and how it went on: to an "item", to an "attribute", or to a "name"
@@ -217,7 +220,9 @@ def places_of_code(module: nn.Module) -> list[Place]:
         elif package_of(owner.__module__) in packages:
             num_functions += 1
             space = owner.__globals__
-            for name in sorted(_names_in(owner.__code__) & space.keys()):
+            for name in _names_in(owner.__code__):
+                if name not in space:
+                    continue
                 found[id(space), name] = name, space, name
                 if isinstance(space[name], type | types.FunctionType):
                     waiting.append(space[name])
@@ -280,7 +285,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
         names = _names_in(function.__code__)
         for namespace in _namespaces_of(function, names, packages):
             _, held = found.setdefault(id(namespace), (namespace, set()))
-            for name in names & namespace.keys():
+            for name in names.keys() & namespace.keys():
                 value = namespace[name]
                 if isinstance(value, types.FunctionType):
                     waiting.append(value)
@@ -305,21 +310,21 @@ def _is_followed(file: str | None, packages: frozenset[str]) -> bool:
 
 
 def _namespaces_of(
-    function: types.FunctionType, names: frozenset[str], packages: frozenset[str]
+    function: types.FunctionType, names: dict[str, None], packages: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
     """The globals of a function, and those of the files that it names."""
     yield function.__globals__
-    for name in names & function.__globals__.keys():
+    for name in names.keys() & function.__globals__.keys():
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType) and _is_followed(value.__name__, packages):
             yield vars(value)
 
 
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes in ``code`` and in what is defined there."""
+def _names_in(code: types.CodeType) -> dict[str, None]:
+    """The names of globals and attributes in ``code`` and in what is defined there, in alphabetical order."""
     known = _KNOWN_NAMES.get(id(code))
     if known is None:
-        known = _KNOWN_NAMES[id(code)] = code, frozenset(_names(code))
+        known = _KNOWN_NAMES[id(code)] = code, dict.fromkeys(sorted(_names(code)))
     return known[1]
 
 

@@ -97,7 +97,7 @@ def test_help_is_a_manual(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("reducer", "ncl", "Unknown reducer 'ncl'; available: collective, colocate, hierarchical, naive, nccl"),
+        ("reducer", "ncl", "Unknown reducer 'ncl'; available: auto, collective, colocate, hierarchical, naive, nccl"),
         ("execution", "fast", "Literal['auto', 'inline', 'threads']. Got value: fast"),
         ("workload", "[1, 2]", "dpx: workload has 2 entries [1.0, 2.0] for 4 devices; give one per device."),
         ("memory_budget", "8GiBB", "memory_budget='8GiBB' is not allowed"),

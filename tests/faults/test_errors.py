@@ -454,7 +454,7 @@ def test_case_04_an_error_in_the_recomputation_of_a_plan(execution: str) -> None
     torch.manual_seed(0)
     model = Written((1,))
     batch = [part[:6] for part in next(iter(make_loader()))]
-    plan = dpx.search_plan(Written(), batch)  # which drops all that it can
+    plan = dpx.search_plan(Written(), batch, planner="threshold")  # which drops all that it can
     assert not plan.keeps_all
     error, _ = fail(
         model, execution, RuntimeError, strategy=dpx.DPXStrategy(verify="off", execution=execution, plan=plan)

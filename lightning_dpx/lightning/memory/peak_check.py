@@ -13,6 +13,7 @@ _CHECKED_STEP = 2  # the first would be judged with an optimizer state that is s
 _TOLERANCE = 0.05  # of a predicted peak
 _UNNOTICED = 2**18  # bytes: small things that come while activations go
 _ABOVE_LIMIT = 0.02  # of it
+_SMALL = 2**16  # bytes: what an optimizer takes for one parameter of a small model
 
 
 class PeakCheck:
@@ -60,7 +61,7 @@ class PeakCheck:
         for device in list(self._measured):
             planned, limit = forecast(device)
             peak = allocated_and_peak(device)[1]
-            if limit and peak > limit * (1 + _ABOVE_LIMIT):
+            if limit and peak - limit > max(_ABOVE_LIMIT * limit, _SMALL):
                 self._measured.remove(device)
                 rank_zero_warn(
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
