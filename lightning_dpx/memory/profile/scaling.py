@@ -9,8 +9,9 @@ from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, Sa
 def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int) -> Profile:
     """The step on ``target`` rows, from those on ``rows``: every size and time is a line through two points.
 
-    Where the two steps did not do the same things in the same order, everything is taken in proportion to the larger
-    one; what does not depend on the batch is then overestimated.
+    Where the two steps did not do the same things in the same order, all sizes are taken in proportion to the larger
+    one; what does not depend on the batch is then overestimated. The time of a step is on the line all the same: it is
+    that of the whole, whatever it consists of.
     """
 
     def line(low: float, high: float) -> float:
@@ -35,7 +36,9 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         and list(map(_described_code, few.codes)) == list(map(_described_code, more.codes))
     )
     if not same:
-        return scaled(more, target / rows[1])
+        whole = time(few.step_seconds, more.step_seconds)
+        in_time = whole / more.step_seconds if more.step_seconds else target / rows[1]
+        return scaled(more, target / rows[1], in_time)
     values = []
     for low, high in zip(few.values, more.values, strict=True):
         seconds = time if target < rows[1] else line
@@ -119,10 +122,18 @@ def _described(value: SavedValue) -> tuple[object, ...]:
     return value.name, value.operator, value.storage, value.inputs, value.refused, value.call, *order
 
 
-def scaled(profile: Profile, factor: float) -> Profile:
-    """The profile with all sizes and times in proportion, for ``factor`` times as many rows."""
+def scaled(profile: Profile, factor: float, in_time: float | None = None) -> Profile:
+    """The profile with all sizes and times in proportion.
+
+    Args:
+        profile: Of a step.
+        factor: Times as many rows.
+        in_time: Times as many seconds; as many as rows unless given.
+    """
     if factor == 1:
         return profile
+    if in_time is None:
+        in_time = factor
     values = []
     for value in profile.values:
         stretches = [round(stretch * factor) for stretch in value.stretches]
@@ -130,7 +141,7 @@ def scaled(profile: Profile, factor: float) -> Profile:
             replace(
                 value,
                 num_bytes=round(value.num_bytes * factor),
-                seconds=value.seconds * factor,
+                seconds=value.seconds * in_time,
                 compact=round(value.compact * factor),
                 copying=value.copying * factor,
                 beside=round(value.beside * factor),
@@ -142,22 +153,22 @@ def scaled(profile: Profile, factor: float) -> Profile:
         values=tuple(values),
         storages=tuple(replace(s, num_bytes=round(s.num_bytes * factor)) for s in profile.storages),
         curve=tuple(round(size * factor) for size in profile.curve),
-        step_seconds=profile.step_seconds * factor,
+        step_seconds=profile.step_seconds * in_time,
         scale=profile.scale * factor,
-        forward_seconds=profile.forward_seconds * factor,
-        calls=tuple(_scaled(call, factor) for call in profile.calls),
-        codes=tuple(_scaled_code(call, factor) for call in profile.codes),
-        place_seconds=profile.place_seconds * factor,
-        noting=profile.noting * factor,
-        following=profile.following * factor,
+        forward_seconds=profile.forward_seconds * in_time,
+        calls=tuple(_scaled(call, factor, in_time) for call in profile.calls),
+        codes=tuple(_scaled_code(call, factor, in_time) for call in profile.codes),
+        place_seconds=profile.place_seconds * in_time,
+        noting=profile.noting * in_time,
+        following=profile.following * in_time,
     )
 
 
-def _scaled(call: SavedCall, factor: float) -> SavedCall:
+def _scaled(call: SavedCall, factor: float, in_time: float) -> SavedCall:
     """The call with sizes and times in proportion."""
     return replace(
         call,
-        seconds=call.seconds * factor,
+        seconds=call.seconds * in_time,
         most=round(call.most * factor),
         again=tuple((round(size * factor), event) for size, event in call.again),
         small=round(call.small * factor),
@@ -165,7 +176,7 @@ def _scaled(call: SavedCall, factor: float) -> SavedCall:
     )
 
 
-def _scaled_code(call: CompiledCall, factor: float) -> CompiledCall:
+def _scaled_code(call: CompiledCall, factor: float, in_time: float) -> CompiledCall:
     """The call of compiled code, likewise."""
     runs = []
     for run in call.runs:
@@ -175,7 +186,7 @@ def _scaled_code(call: CompiledCall, factor: float) -> CompiledCall:
                 forward=round(run.forward * factor),
                 stays=round(run.stays * factor),
                 backward=round(run.backward * factor) if run.backward >= 0 else -1,
-                seconds=run.seconds * factor,
+                seconds=run.seconds * in_time,
             )
         )
     return replace(call, runs=tuple(runs))

@@ -39,7 +39,11 @@ def test_two_points_are_a_line_also_for_compressed_masks() -> None:
     assert found.scale == 8
 
 
-def test_steps_that_differ_are_taken_in_proportion_to_the_larger() -> None:
-    few, more = dropout_on(32), dropout_on(64)
+def test_steps_that_differ_are_taken_in_proportion_to_the_larger_but_for_their_time() -> None:
+    few = replace(dropout_on(32), step_seconds=0.002)
+    more = replace(dropout_on(64), step_seconds=0.003)
     other = replace(few, requests=few.requests[:-1])
-    assert extrapolate(other, more, (32, 64), 512) == scaled(more, 8)
+    found = extrapolate(other, more, (32, 64), 512)
+    assert found.step_seconds == pytest.approx(0.017), "an empty batch would take 0.001"
+    assert found == scaled(more, 8, found.step_seconds / more.step_seconds)
+    assert found.curve == scaled(more, 8).curve
