@@ -21,6 +21,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.lightning.lightning_api import LightningModule
+from lightning_dpx.lightning.transfers import TRANSFER_HOOKS, Transfer
 from lightning_dpx.python_objects.object_graph import pairs_of
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice, MergeRules, children_of, rebuild, weights_of
@@ -128,6 +129,7 @@ class BatchWrites:
             kind = self._stage = stage, num_callbacks
             if kind not in self._looked_at:
                 self._looked_at[kind] = _is_looked_at(module)
+                _tell_of_start_hooks(module)
             self._is_watching = self._looked_at[kind]
         if not self._is_watching:
             self.forget()
@@ -288,6 +290,18 @@ def _is_looked_at(module: LightningModule) -> bool:
     # The second call of a closure must find in the batch what the first one wrote there.
     runs_again = trainer.training and any(map(_calls_again, trainer.optimizers))
     return runs_again or has_hooks(module, trainer.callbacks, [hook])
+
+
+def _tell_of_start_hooks(module: LightningModule) -> None:
+    """Says that hooks at the start of a batch find it as it was loaded, where one device shows what it has become."""
+    trainer: Any = module.trainer
+    end = _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")
+    start = end.replace("_end", "_start")
+    if has_hooks(module, trainer.callbacks, [start]) and not Transfer(trainer, module, 0).is_plain:
+        trainer.strategy.announce(
+            f"dpx: {start} gets every batch as it was loaded: {' and '.join(TRANSFER_HOOKS)} run on each slice, within "
+            f"the step. {end} gets what they have made of it."
+        )
 
 
 def _calls_again(optimizer: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from lightning_dpx.replicas import slicers
-from tests.conftest import StepsByHand, assert_equal, make_trainer
+from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, make_trainer
 
 pytestmark = pytest.mark.usefixtures("hardware")
 
@@ -379,3 +379,30 @@ def test_what_is_written_into_objects_that_a_slicer_cuts_makes_batches_whole(mak
 def test_objects_that_are_only_read_are_cut(make) -> None:
     strategy = dpx.DPXStrategy(execution="inline", verify="raise")  # a warning would be an error
     assert_equal(trained_on(make, Reads, strategy=strategy, devices=2), trained_on(make, Reads))
+
+
+class Augments(Classifier):
+    """Makes something else of a batch on its way, and looks at it before and after its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 100.0, batch[1]]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen["start"] = float(batch[0].mean())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen["end"] = float(batch[0].mean())
+
+
+def test_that_hooks_at_the_start_find_the_batch_as_loaded_is_told(caplog: Any) -> None:
+    caplog.set_level("INFO")
+    model = Augments()
+    strategy = dpx.DPXStrategy(execution="inline", verify="off")
+    loader = make_loader()
+    make_trainer(strategy=strategy, devices=2).fit(model, loader, loader)
+    assert model.seen["start"] < 10 < model.seen["end"], "on one device both are above"
+    assert caplog.text.count("on_train_batch_start gets every batch as it was loaded") == 1
