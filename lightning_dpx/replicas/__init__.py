@@ -13,11 +13,11 @@ from lightning_dpx.replicas.lanes import Execution
 from lightning_dpx.replicas.merging.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.merging.attribute_rules import AttributeRules
 from lightning_dpx.replicas.merging.by_type import gather
+from lightning_dpx.replicas.merging.merge_rules import MergeRules
 from lightning_dpx.replicas.merging.news import News
 from lightning_dpx.replicas.merging.rebound_numbers import NumberWatch, changed_numbers, numbers_of
 from lightning_dpx.replicas.merging.reductions import weighted_mean
 from lightning_dpx.replicas.merging.rules import Weights
-from lightning_dpx.replicas.merging.stage_rules import MergeRules
 from lightning_dpx.replicas.micro_batches import MicroBatches, check_micro_batches, parse_micro_batches
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
