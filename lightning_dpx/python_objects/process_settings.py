@@ -85,7 +85,10 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, space, key, before in self._values:
             value = space.get(key)
             # Asked at every operator, and mostly it is the very same object.
-            if value is not before and isinstance(value, _PLAIN) and value != before:
+            if value is before or not isinstance(value, _PLAIN):
+                continue
+            # An array would answer the comparison item by item.
+            if not isinstance(before, _PLAIN) or value != before:
                 self.switched.add(name)
         for name, container in self._containers:
             size = len(container)

@@ -19,9 +19,10 @@ CACHE = dict[int, torch.Tensor]()
 
 
 class Mode:
-    """A flag that libraries keep at a class."""
+    """A flag that libraries keep at a class, and weights that a number may stand for."""
 
     is_fast = False
+    weights: Any = torch.ones(2)
 
 
 @contextmanager
@@ -40,6 +41,14 @@ def fast() -> Iterator[None]:
 
 
 @contextmanager
+def one_weight() -> Iterator[None]:
+    before = Mode.weights
+    Mode.weights = 1.0
+    yield
+    Mode.weights = before
+
+
+@contextmanager
 def handling() -> Iterator[None]:
     HANDLERS.append("handler")
     yield
@@ -55,7 +64,7 @@ class Net(nn.Module):
         known = CACHE.setdefault(len(rows), rows)
         with self.context():
             rows = rows + known
-        return rows * (1 + Mode.is_fast + len(HANDLERS))
+        return rows * (1 + Mode.is_fast + len(HANDLERS)) * Mode.weights
 
 
 def seen_in(context: Callable[[], Any]) -> set[str]:
@@ -78,6 +87,7 @@ def seen_in(context: Callable[[], Any]) -> set[str]:
         (warnings.catch_warnings, {"filters of warnings"}),
         (lambda: redirect_stdout(io.StringIO()), {"the standard output"}),
         (fast, {"Mode.is_fast"}),
+        (one_weight, {"Mode.weights"}),
         (handling, {"HANDLERS"}),
         (torch.no_grad, set()),  # a thread's own
     ],

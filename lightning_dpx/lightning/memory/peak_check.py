@@ -26,7 +26,8 @@ class PeakCheck:
     def __init__(self) -> None:
         self.passing: dict[torch.device, int] = {}
         self._before: dict[torch.device, int] = {}
-        self._measured: list[torch.device] = []  # of which nothing is told yet
+        self._measured: list[torch.device] = []
+        self._told: set[torch.device] = set()  # those of them of which something is told
         self._num_steps = 0
         self._num_updates = 0  # since then
 
@@ -44,6 +45,7 @@ class PeakCheck:
         # The host is left out: it has the resident memory of the process only, not what its tensors take.
         self._before = {device: allocated_and_peak(device)[0] for device in devices if not is_host(device)}
         self._measured = list(self._before)
+        self._told = set()
         self._num_updates = 0
         for device in self._before:
             reset_peak_memory(device)
@@ -58,11 +60,13 @@ class PeakCheck:
         # After 1, 2, 4, 8, ... of them, as an allocator takes its time to answer.
         if self._num_updates & (self._num_updates - 1):
             return
-        for device in list(self._measured):
+        for device in self._measured:
+            if device in self._told:
+                continue
             planned, limit = forecast(device)
             peak = allocated_and_peak(device)[1]
             if limit and peak - limit > max(_ABOVE_LIMIT * limit, _SMALL):
-                self._measured.remove(device)
+                self._told.add(device)
                 rank_zero_warn(
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
                     f"memory_budget allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
@@ -83,7 +87,7 @@ class PeakCheck:
             # What is planned for apart may have been there at the peak, where another device was ahead of this one.
             unnoticed = max(present - before, _UNNOTICED + self.passing.get(device, 0))
             if expected and taken > expected * (1 + _TOLERANCE) + unnoticed:
-                self._measured.remove(device)
+                self._told.add(device)
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(expected)} was "
                     "predicted: operators that need much memory inside, or other work on the device."

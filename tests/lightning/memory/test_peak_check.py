@@ -1,0 +1,28 @@
+"""What was there at a time beside what was predicted, and beside what a budget allows."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dpx.lightning.memory.peak_check import PeakCheck
+
+MIB = 2**20
+
+
+def test_what_an_optimizer_takes_within_a_step_is_told_before_its_backward_and_not_again_after(sim: Any) -> None:
+    device = torch.device("sim", 0)
+    checks = PeakCheck()
+    for _ in range(2):
+        checks.begin_step([device])
+    torch.empty(2 * MIB, dtype=torch.uint8, device=device)
+    limit = sim.memory_allocated(0) + MIB
+    # By hand an optimizer steps within a step, before any backward of Lightning's.
+    with pytest.warns(UserWarning, match="were allocated on sim:0"):
+        checks.end_update(lambda _: (MIB // 2, limit))
+    with pytest.warns(UserWarning, match=r"activations on sim:0 took 2\.0 MiB where 0\.5 MiB was predicted"):
+        checks.end_backward(lambda _: (MIB // 2, limit))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.end_update(lambda _: (MIB // 2, limit))
