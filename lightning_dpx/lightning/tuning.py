@@ -19,6 +19,7 @@ from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import named_devices
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
+from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
 from lightning_dpx.lightning.memory.dry_run import (
     DeviceForecast,
@@ -35,7 +36,6 @@ from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_b
 from lightning_dpx.memory import Planner, Profile, extrapolate
 from lightning_dpx.notebook import html_table
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
-from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import format_part, parse_bytes
 
 _DOUBLINGS = 6  # beyond the batch size of the loader, where nothing else ends the list
@@ -316,7 +316,7 @@ def _tuned(
     numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
     lasting = lasting_bytes(trainer, module, settings)
     # A batch stays on its device for the whole step, beside what the step itself keeps.
-    inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    inputs = bytes_of_tensors(batch)
     workload = parse_workload(settings.workload, len(settings.devices))
     found = []
     for batch_size in options.sizes(current, len(settings.devices)):

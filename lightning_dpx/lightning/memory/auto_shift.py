@@ -10,6 +10,7 @@ from lightning_dpx.devices import free_bytes, spare_devices
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
+from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, ReplicaSet, UncuttableBatch
 from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
@@ -50,7 +51,7 @@ def shift_what_does_not_fit(
         # Every replica has a target of its own, or two would fill one spare device.
         target = max(spares, key=free_bytes, default=None)
         free = free_bytes(device), free_bytes(target) if target is not None else 0
-        rows = sum(leaf.nbytes for leaf in tree_leaves(batch_slice.batch) if isinstance(leaf, torch.Tensor))
+        rows = bytes_of_tensors(batch_slice.batch)
         names, needs = choose_parts(parts, elsewhere + rows, free, per_parameter)
         if not names:
             rank_zero_info(

@@ -36,6 +36,11 @@ def arrays_in(batch: Any) -> list[Array]:
     return found
 
 
+def bytes_of_tensors(batch: Any) -> int:
+    """What the tensors of ``batch`` take; arrays of NumPy are not an allocator's."""
+    return sum(array.nbytes for array in arrays_in(batch) if isinstance(array, torch.Tensor))
+
+
 def _parts_of(node: Any) -> list[Any]:
     children = children_of(node)
     if children is not None:

@@ -21,6 +21,7 @@ from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
+from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
@@ -53,7 +54,6 @@ from lightning_dpx.replicas import (
     split_sizes,
 )
 from lightning_dpx.step_time import StepTime
-from lightning_dpx.torch_compat import tree_leaves
 
 Progress = Callable[[str], None]
 Found = TypeVar("Found")
@@ -297,7 +297,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     # returns none and may have run no backward at all.
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
-    inputs = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    inputs = bytes_of_tensors(batch)
     numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes))
     forecasts = []
     followed = []

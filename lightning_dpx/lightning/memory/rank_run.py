@@ -11,6 +11,7 @@ from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_overridden
 from lightning_dpx.lightning.lightning_compat import set_device_mesh
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
+from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.dry_run import (
     DeviceForecast,
     DryRun,
@@ -26,7 +27,7 @@ from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded
 from lightning_dpx.memory.absent_ranks import absent_ranks, shard_units
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
-from lightning_dpx.torch_compat import gathered_dtype, tree_leaves
+from lightning_dpx.torch_compat import gathered_dtype
 
 _CLOSE = 32  # a peak that is less than such a part of the budget below it is good enough
 _MOST_TRIES = 6  # plans for one budget: what sharding adds is known only when a plan is followed
@@ -123,13 +124,12 @@ class _RankStep:
         """What is there between steps, by kind."""
         shards = shard_bytes(self.module)
         states = most_states_of(self.trainer.optimizers)
-        inputs = [leaf.nbytes for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)]
         return {
             "parameters": shards.parameters,
             "gradients": shards.gradients if self.accumulates else 0,
             "optimizer": states * shards.states,
             "buffers": sum(buffer.nbytes for buffer in self.module.buffers()),
-            "inputs": sum(inputs),
+            "inputs": bytes_of_tensors(self.batch),
         }
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory.batch_shapes import MOST_STEPS, KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.batch_shapes import MOST_STEPS, KnownShapes, bytes_of_tensors, most_demanding
 from tests.conftest import assert_equal, make_trainer
 
 MIB = 2**20
@@ -265,6 +265,12 @@ def test_tensors_in_batches_of_any_kind_have_shapes(of_length: Callable[[int], A
     assert known.hold(of_length(4))
     assert known.hold(of_length(3))
     assert not known.hold(of_length(5))
+
+
+def test_tensors_in_batches_of_any_kind_have_bytes() -> None:
+    rows = torch.zeros(2, 4)
+    batch = UserDict(ids=rows, more=[Tokens(rows), SimpleNamespace(part=rows)], array=rows.numpy(), words=["a"])
+    assert bytes_of_tensors(batch) == 3 * rows.nbytes
 
 
 def test_a_longer_batch_is_planned_for_whatever_holds_its_tensors(sim: Any) -> None:
