@@ -286,16 +286,20 @@ def unlike_one_batch(problem: str) -> tuple[str, str]:
 def _is_looked_at(module: LightningModule) -> bool:
     """Whether a hook of the user's gets the batch after the step, or the step may run on it again."""
     trainer: Any = module.trainer
-    hook = _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")
     # The second call of a closure must find in the batch what the first one wrote there.
     runs_again = trainer.training and any(map(_calls_again, trainer.optimizers))
-    return runs_again or has_hooks(module, trainer.callbacks, [hook])
+    return runs_again or has_hooks(module, trainer.callbacks, [_end_hook(trainer)])
+
+
+def _end_hook(trainer: Any) -> str:
+    """The hook at the end of a batch of the stage that is running."""
+    return _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")
 
 
 def _tell_of_start_hooks(module: LightningModule) -> None:
     """Says that hooks at the start of a batch find it as it was loaded, where one device shows what it has become."""
     trainer: Any = module.trainer
-    end = _HOOKS.get(str(getattr(trainer.state.stage, "value", "")), "on_train_batch_end")
+    end = _end_hook(trainer)
     start = end.replace("_end", "_start")
     if has_hooks(module, trainer.callbacks, [start]) and not Transfer(trainer, module, 0).is_plain:
         trainer.strategy.announce(

@@ -55,8 +55,8 @@ class GradientHooks:
     def begin(self, module: LightningModule, replicas: ReplicaSet, step: TrainingStep) -> None:
         """Once the replicas are made: asks which hooks there are."""
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
         self.before_backward_of_step = has_hooks(module, callbacks, BEFORE_BACKWARD)
+        # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
         self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_processes
         if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
             self._root_gradients = RootGradients(replicas, step)

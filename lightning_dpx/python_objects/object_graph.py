@@ -30,7 +30,7 @@ _OPAQUE = (types.ModuleType, types.MappingProxyType, types.FrameType, types.Trac
 
 _DICTS = frozenset({dict, OrderedDict})
 MUTABLE: tuple[type, ...] = (list, dict, set, deque)
-_CONTAINERS = (*MUTABLE, tuple, frozenset)
+CONTAINERS: tuple[type, ...] = (*MUTABLE, tuple, frozenset)
 _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -112,9 +112,9 @@ def items_of(held: Any) -> list[Any]:
 def _base_of(held: Any) -> Any:
     """The class of Python that stores what a subclass holds; ``None`` for an object of such a class itself."""
     kind = type(held)
-    if kind in _CONTAINERS:
+    if kind in CONTAINERS:
         return None
-    for base in _CONTAINERS:
+    for base in CONTAINERS:
         if issubclass(kind, base):
             return base
     return None

@@ -120,8 +120,7 @@ class BufferSync:
             with torch.no_grad():
                 foreach_copy_(self._before, buffers)
         self._may_restore = True
-        self._shown = []
-        self._to_come = []
+        self._forget_shown()
 
     def show(self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None) -> None:
         """Between a forward and its backward: replica 0's buffers are for hooks what :meth:`collect` makes of them.
@@ -141,11 +140,17 @@ class BufferSync:
 
     def hide(self) -> None:
         """Before a backward: they are again what the forward has left; :meth:`collect` gives back what was shown."""
+        to_come = [(buffer, memory) for buffer, memory, _ in self._to_come]
         for buffer, own in self._shown:
-            self._to_come.append((buffer, buffer.data, 0))
+            to_come.append((buffer, buffer.data))
             buffer.data = own
-        self._to_come = [(buffer, memory, version_counter(buffer)) for buffer, memory, _ in self._to_come]
+        # Once all are exchanged: buffers may count their writes together.
+        self._to_come = [(buffer, memory, version_counter(buffer)) for buffer, memory in to_come]
         self._shown = []
+
+    def _forget_shown(self) -> None:
+        self._shown = []
+        self._to_come = []
 
     def _reveal(self) -> bool:
         """Whether buffers have been shown before the backward, and have that again."""
@@ -164,8 +169,7 @@ class BufferSync:
         if self._may_restore and self._before and _alike(self._root.buffers, self._before):
             foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
-        self._shown = []
-        self._to_come = []
+        self._forget_shown()
 
     def added(self, active: Sequence[Replica], names: Sequence[str]) -> dict[str, list[float]]:
         """What each replica has added, in the step that is under way, to buffers that are single numbers.

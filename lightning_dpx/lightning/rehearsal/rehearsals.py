@@ -21,7 +21,7 @@ from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.replicas import AttributeRules, BatchSlice, ListPlace, MergeRules, News
+from lightning_dpx.replicas import AttributeRules, BatchSlice, ListPlace, MergeRules
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 
@@ -472,7 +472,7 @@ class Rehearsals:
             logged=chosen(logged),
             loss_reduction=judge.loss_reduction,
             news=news_of_stage,
-            attributes=_attribute_rules(self._rules[key].attributes, judge.attributes, findings, news_of_stage),
+            attributes=_attribute_rules(self._rules[key].attributes, judge.attributes, findings),
             buffers=judge.buffers,
             same_batch_sizes=judge.same_batch_sizes,
             metrics_give_slices=judge.metrics_give_slices,
@@ -486,16 +486,13 @@ class Rehearsals:
         self._said.add(text)
 
 
-def _attribute_rules(
-    earlier: AttributeRules, judge: AttributeJudge, findings: Mapping[str, Finding], news: News
-) -> AttributeRules:
+def _attribute_rules(earlier: AttributeRules, judge: AttributeJudge, findings: Mapping[str, Finding]) -> AttributeRules:
     """How attributes come together after another rehearsal.
 
     Args:
         earlier: The rules until here.
         judge: Of the rehearsal.
         findings: Of it and earlier ones, together.
-        news: Of the stage.
     """
     rules = {path: rule for path, rule in chosen(findings).items() if is_kept(path)}
     appended = dict[ListPlace, int]()
@@ -505,7 +502,6 @@ def _attribute_rules(
     rebound = {path for path in judge.numbers_among(findings) if f"self.{path}" in rules}
     return AttributeRules(
         rules=rules,
-        news=news,
         appended=appended,
         growing=earlier.growing | judge.growing,
         rebound=rebound,

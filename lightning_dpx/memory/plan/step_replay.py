@@ -93,8 +93,10 @@ class StepReplay:
             self._room = room.tolist()
         for value in kept.compressed:  # it is expanded once, to compare
             event = max(0, value.saved - 1)
-            num_bytes = self._memory.num_bytes + self.offloaded.on_the_way.num_bytes
-            self._note_spot(event, num_bytes + value.compact + value.num_bytes)
+            num_bytes = self._memory.num_bytes + self.offloaded.on_the_way.num_bytes + value.compact + value.num_bytes
+            if num_bytes > self._room_at(event):
+                raise BeyondLimitsError
+            self.curve.note_spot(event, num_bytes)
         event = 0
         lazy = self._choice.lazy
         for at, wanted, released in self._outline.requests:
@@ -104,11 +106,6 @@ class StepReplay:
                 self._serve(wanted, at, released)
         self._advance(event, len(profile.curve))
         return self.curve.end(kept.curve), kept
-
-    def _note_spot(self, event: int, num_bytes: int) -> None:
-        if num_bytes > self._room_at(event):
-            raise BeyondLimitsError
-        self.curve.note_spot(event, num_bytes)
 
     def _room_at(self, event: int) -> float:
         return self._room[min(event, len(self._room) - 1)] if self._room else float("inf")

@@ -47,6 +47,10 @@ class MergeRules:
     draws_once: set[Source] = field(default_factory=set)
     draws: bool = False
 
+    def __post_init__(self) -> None:
+        # They have the same rehearsals.
+        self.attributes.news = self.news
+
     @property
     def decides_buffers(self) -> bool:
         """Whether any buffer comes together by a rule."""

@@ -8,7 +8,7 @@ import torch
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, and_more, short
-from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, items_of, pairs_of
+from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, keyed_items, matching_items
 from lightning_dpx.replicas.merging.equality import compare_trees, describe
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
@@ -282,9 +282,9 @@ def _name_of(path: str) -> str:
 def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> str:
     """What differs, down to the first item of a container that does."""
     relations = Relations(tolerance)
-    for key, mine, theirs in pairs_of(whole, sliced):
+    for key, mine, theirs in matching_items(whole, sliced):
         if not relations.of_a_slice(mine, theirs):
-            earlier = dict(items_of(start)).get(key)
+            earlier = dict(keyed_items(start)).get(key)
             return _words_of(f"{path}.{key}", earlier, mine, theirs, tolerance)
     return f"{path} is {_changed(start, whole)} on one device, {_changed(start, sliced)} in slices"
 

@@ -13,7 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
-from lightning_dpx.python_objects.object_graph import items_of, pairs_of, size_of
+from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
@@ -128,7 +128,7 @@ class _Freezer:
         return self._known[key][1]
 
     def _content(self, value: Any, depth: int) -> Any:
-        if isinstance(value, list | tuple | deque | dict | set | frozenset) and size_of(value) > _LONGEST:
+        if isinstance(value, CONTAINERS) and size_of(value) > _LONGEST:
             return size_of(value)
         if isinstance(value, list | tuple | deque):
             return [self.frozen(item, depth) for item in items_of(value)]
@@ -164,8 +164,7 @@ class _OutsideFreezer(_Freezer):
         if _is_large(value) or _is_foreign(value):
             return type(value).__name__
         if self._left < 0 and not isinstance(value, str | int | float):
-            is_container = isinstance(value, list | tuple | deque | dict | set | frozenset)
-            return size_of(value) if is_container else type(value).__name__
+            return size_of(value) if isinstance(value, CONTAINERS) else type(value).__name__
         return super().frozen(value, depth)
 
 

@@ -40,7 +40,7 @@ class Relations:
         # Ids are safe as keys while the observations, which hold both, are compared.
         key = id(one), id(two)
         if key not in self._known:
-            pairs = pairs_of(one, two)
+            pairs = matching_items(one, two)
             found = _Relation.SAME if len(pairs) == len(one) == len(two) else _Relation.OTHER
             for _, mine, theirs in pairs:
                 # The relation of containers is the worst one of their items.
@@ -64,14 +64,14 @@ class _Relation(IntEnum):
     OTHER = 2
 
 
-def pairs_of(one: Any, two: Any) -> list[tuple[Any, Any, Any]]:
+def matching_items(one: Any, two: Any) -> list[tuple[Any, Any, Any]]:
     """The items of two containers with the same keys; none of other values."""
-    mine = dict(items_of(one))
-    theirs = dict(items_of(two))
+    mine = dict(keyed_items(one))
+    theirs = dict(keyed_items(two))
     return [(key, value, theirs[key]) for key, value in mine.items()] if mine.keys() == theirs.keys() else []
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]]:
+def keyed_items(value: Any) -> list[tuple[Any, Any]]:
     """The keys and items of a dict, or of a list; none of other values."""
     if isinstance(value, dict):
         return list(value.items())

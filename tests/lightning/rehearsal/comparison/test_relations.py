@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, pairs_of
+from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, matching_items
 from lightning_dpx.replicas.merging.tolerance import Tolerance
 
 TOLERANCE = Tolerance.of(torch.float32, 100)
@@ -32,10 +32,10 @@ def test_how_values_are_related(one, two, is_same, is_of_a_slice) -> None:
 
 
 def test_pairs_are_those_of_containers_with_the_same_keys() -> None:
-    assert pairs_of({"a": 1}, {"a": 2}) == [("a", 1, 2)]
-    assert pairs_of([1, 2], [3, 4]) == [(0, 1, 3), (1, 2, 4)]
-    assert pairs_of({"a": 1}, {"b": 2}) == []
-    assert pairs_of(1, 2) == []
+    assert matching_items({"a": 1}, {"a": 2}) == [("a", 1, 2)]
+    assert matching_items([1, 2], [3, 4]) == [(0, 1, 3), (1, 2, 4)]
+    assert matching_items({"a": 1}, {"b": 2}) == []
+    assert matching_items(1, 2) == []
 
 
 @pytest.mark.parametrize(
