@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dpx.errors import PlanError
-from lightning_dpx.memory.execute.calls import is_sharding_hook
 from lightning_dpx.memory.execute.flat_units import is_flat_unit, refill
 from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
+from lightning_dpx.memory.execute.module_anatomy import is_sharding_hook
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of

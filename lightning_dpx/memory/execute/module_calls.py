@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
+from lightning_dpx.memory.execute.calls import Call, repeating
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
+from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
 from lightning_dpx.python_objects.compiled import is_compiled
 from lightning_dpx.torch_compat import DisableTorchFunction, compiled_call_of, is_traceable_wrapper_subclass
 
@@ -69,7 +70,7 @@ class CallNames:
         self.listener: Listener | None = None
         self._local = threading.local()
         self.again = again
-        self._states = States()
+        self._anatomies = Anatomies()
         self._running: list[_Running] = []
         self._handles: list[Any] = []
         self.compiled: frozenset[str] = frozenset(compiled_parts(module))
@@ -165,7 +166,7 @@ class CallNames:
     def note(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Call:
         """A call that begins, and that may have to be made again."""
         with DisableTorchFunction():  # the mode of a shift would take every look at a tensor for a use
-            call = Call(module, name, args, kwargs, self.saved, self._states)
+            call = Call(module, name, args, kwargs, self.saved, self._anatomies)
         call.is_counted = self._local.running.hears
         self._local.running.noted.append(weakref.ref(call))
         if self.listener is not None:
@@ -176,7 +177,7 @@ class CallNames:
         """The innermost of the running calls that was not given that memory, if it is noted, and heard all along."""
         # A call does not make what it was given, but the one around it may.
         for _, _, call in reversed(self.stack or ()):
-            if call is not None and not any(argument.is_in(storage) for argument in call.arguments):
+            if call is not None and not any(argument.is_in(storage) for argument in call.arguments.tensors):
                 return call if call.is_counted else None
         return None
 

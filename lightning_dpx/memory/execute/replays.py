@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.calls import Call, Passive, States, repeating
+from lightning_dpx.memory.execute.calls import Call, repeating
 from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
+from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import refuse
@@ -201,7 +202,7 @@ class Replay:
                 raise _EnoughError
 
         with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(self._wrap(catch), _never_unpacked):
-            args, kwargs = call.given_again([tensor for tensor, _ in self._given])
+            args, kwargs = call.arguments.with_tensors([tensor for tensor, _ in self._given])
             try:
                 output = code_of(call.module)(*args, **kwargs)
             except _EnoughError:
@@ -291,7 +292,7 @@ class Replays:
         self.refused: dict[str, str] = {}
         self._alike = frozenset(alike)
         self._names = frozenset(names)
-        self._states = States()
+        self._anatomies = Anatomies()
         self._local = threading.local()
         self._handles: list[Any] = []
         self._drawn: dict[str, int] = {}  # tensors that calls have saved which draw random numbers
@@ -340,11 +341,11 @@ class Replays:
         """Whether the call can be replayed; from here on it is watched."""
         # Function modes, such as a shift's, would take every look at a tensor for a use.
         with DisableTorchFunction():
-            call = Call(module, name, args, kwargs, 0, self._states)
+            call = Call(module, name, args, kwargs, 0, self._anatomies)
             if call.obstacle:
                 self.refused[name] = call.obstacle
                 return False
-            given = [argument.tensor() for argument in call.arguments]
+            given = [argument.tensor() for argument in call.arguments.tensors]
         tensors = [tensor for tensor in given if tensor is not None]
         step.replay = replay = Replay(call, tensors, self._drawn.get(name), self._wrap)
         # Pushed by hand: a context manager would have to be left in another function, the hook that

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.calls import Passive, repeating, select_output
+from lightning_dpx.memory.execute.calls import repeating, select_output
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
+from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE

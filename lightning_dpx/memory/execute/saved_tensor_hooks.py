@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import is_host
-from lightning_dpx.memory.execute.calls import Argument, Call, OutputKey, Replay, base_of, returned_by, select_output
+from lightning_dpx.memory.execute.call_arguments import Argument
+from lightning_dpx.memory.execute.calls import Call, OutputKey, Replay, base_of, returned_by, select_output
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue, Origin, origin_of, part_of
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames
@@ -363,7 +364,10 @@ class Rematerialisation:
                 raise
             call = self.names.call_that_makes(identity.storage)
             # Until it is made again, the call keeps its arguments.
-            if call is None or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.num_bytes:
+            if (
+                call is None
+                or _WORTH_A_CALL * math.prod(identity.size) * identity.dtype.itemsize < call.arguments.num_bytes
+            ):
                 raise
             # This tensor has been counted already, before it was packed.
             key = OutputKey("saved", self.names.saved - call.saved - 1)
@@ -390,7 +394,7 @@ class Rematerialisation:
         outcome: Value | None = call.outcome() if call.outcome is not None else None
         if outcome is None:
             outcome = Value("", f"a call of {type(call.module).__name__}")
-            outcome.learn(Replay(call), [self._argument(argument) for argument in call.arguments])
+            outcome.learn(Replay(call), [self._argument(argument) for argument in call.arguments.tensors])
             outcome.dropped = True
             for source in outcome.sources:
                 source.want()
@@ -569,7 +573,7 @@ class _HoldsArguments:
 
     def begins(self, call: Call) -> None:
         """The call takes its arguments."""
-        for argument in call.arguments:
+        for argument in call.arguments.tensors:
             # What a recipe makes again needs not be there when the last of the values is saved.
             if argument.source is None or argument.source[0].name() not in RECIPES:
                 argument.hold()

@@ -186,7 +186,7 @@ class NotedCalls:
         if call.obstacle:
             return
         with disable_current_modes(), torch.no_grad():
-            for argument in call.arguments:
+            for argument in call.arguments.tensors:
                 tensor = argument.tensor()
                 if tensor is None:
                     noted.given.clear()
@@ -221,7 +221,7 @@ class NotedCalls:
         if self._random is not None and self._random[0] >= noted.first:
             noted.random = self._random[1]
         try:
-            arguments = [argument.tensor() for argument in call.arguments]
+            arguments = [argument.tensor() for argument in call.arguments.tensors]
         except NotRecomputable:  # it writes to what it is given, which is another tensor by then
             noted.given = []
             return
@@ -326,11 +326,11 @@ class NotedCalls:
     def _kind(self, noted: _Noted) -> tuple[Any, ...]:
         """Equal for calls that save tensors of the same sizes for modules of one class."""
         sizes = tuple(size for _, (_, size) in self._numbered(noted))
-        return type(noted.call.module), len(noted.call.arguments), noted.call.draws.drew, sizes
+        return type(noted.call.module), len(noted.call.arguments.tensors), noted.call.draws.drew, sizes
 
     def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
         """Makes the call again; ``like`` is one of its kind that was watched already."""
-        for argument in noted.call.arguments:
+        for argument in noted.call.arguments.tensors:
             argument.tensor()  # refuses what was written to since; what is kept here is a copy
         given: list[torch.Tensor] = []
         for held in noted.given:

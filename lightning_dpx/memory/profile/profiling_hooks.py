@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import synchronize
-from lightning_dpx.memory.execute.calls import Argument
+from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits

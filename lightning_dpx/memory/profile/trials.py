@@ -274,7 +274,7 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
             stack += missing
             continue
         if isinstance(top.make, Replay):
-            for argument in top.make.call.arguments:
+            for argument in top.make.call.arguments.tensors:
                 argument.tensor()  # refuses what was written to since; what is kept here is a copy
             # The call runs once more to be watched, because what it takes depends on what is
             # wanted of it.

@@ -1,0 +1,56 @@
+"""What a call finds around itself is there again while it is made again, and as before afterwards."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.memory.execute.call_surroundings import CallSurroundings
+from lightning_dpx.memory.execute.module_anatomy import Anatomy
+
+HOST = torch.device("cpu")
+
+
+def surroundings_of(module: nn.Module) -> CallSurroundings:
+    anatomy = Anatomy(module)
+    return CallSurroundings(anatomy, anatomy.state.marks(), HOST)
+
+
+def test_switches_and_autocast_are_those_of_the_call() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        then = surroundings_of(module)
+    module[1].eval()
+    with torch.no_grad(), then.restored("net"):
+        assert module[1].training
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert not module[1].training
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_statistics_are_those_of_the_call_and_are_written_once() -> None:
+    module = nn.BatchNorm1d(2).eval()
+    then = surroundings_of(module)
+    module.running_mean.fill_(7)
+    held = module.running_mean
+    with then.restored("norm"):
+        assert module.running_mean.tolist() == [0, 0]
+        module.running_mean.fill_(9)
+    assert module.running_mean is held
+    assert held.tolist() == [7, 7]
+
+
+def test_what_cannot_be_as_it_was_is_told() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.zeros(4096))
+    then = surroundings_of(module)
+    module.table.fill_(1)
+    assert then.difference(module) == "Linear.table"
+    with pytest.raises(RuntimeError, match="Buffer 'table' of a Linear in 'net' was changed"), then.restored("net"):
+        pass
+    then = surroundings_of(module)
+    with torch.no_grad():
+        module.weight.add_(1)
+    assert then.difference(module) == "a parameter of Linear"
+    with pytest.raises(RuntimeError, match="A parameter of 'net' was changed in place"):
+        then.check_parameters("net")
