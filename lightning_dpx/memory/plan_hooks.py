@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Practised
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, ValueActions
 from lightning_dpx.memory.execute.twins import Decided, Room, Twins
 from lightning_dpx.memory.plan.plan import MemoryPlan
 
@@ -36,19 +36,18 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
     if not names.compiled and not plan.units and not names.is_distributed:
         # Who watches plans anew for larger batches.
         twins = Twins(module, decided_by(plan), Room(plan.budget, plan.peak, plan.saved_bytes or 0), grows=not watches)
-    options = (
-        dropped,
+    actions = ValueActions(
+        dropped=dropped,
         # In the order of the plan, which has inputs first: whether such a value is nested depends
         # on what its inputs are.
-        [decision.name for decision in plan.decisions if decision.name in uncached],
-        plan.names("compress", "compress each time"),
-        plan.names("offload"),
-        plan.prefetch_depth,
-        frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
-        twins,
+        uncached=[decision.name for decision in plan.decisions if decision.name in uncached],
+        compressed=plan.names("compress", "compress each time"),
+        offloaded=plan.names("offload"),
+        prefetch_depth=plan.prefetch_depth,
+        known=frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
     )
     # A routine switches hooks on and off at modules, and there are none inside of code.
     if names.compiled:
-        return Rematerialisation(names, *options)
+        return Rematerialisation(names, actions, twins)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
-    return Practised(names, trusted, *options, watched=_WATCHED if watches else 1)
+    return Practised(names, trusted, actions, twins, watched=_WATCHED if watches else 1)

@@ -31,9 +31,9 @@ from lightning_dpx.memory.execute.calls import repeating, select_output
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation, ValueActions
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.twins import LARGER
+from lightning_dpx.memory.execute.twins import LARGER, Twins
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.memory.execute.values import Value, View, keep
 from lightning_dpx.torch_compat import (
@@ -541,7 +541,8 @@ class Practised(Rematerialisation):
     Args:
         names: Tells which module call is running; its hooks are on the modules while a forward is followed.
         trusted: Operators that the plan repeats.
-        options: As of :class:`Rematerialisation`.
+        actions: As of :class:`Rematerialisation`.
+        twins: Likewise.
         watched: The least number of forwards that are followed call by call: the first ones, and as many again after
             one that did not follow the routine.
 
@@ -549,8 +550,16 @@ class Practised(Rematerialisation):
         num_losses: Forwards so far that did not follow the routine that they began with.
     """
 
-    def __init__(self, names: CallNames, trusted: Collection[str], *options: Any, watched: int = 1) -> None:
-        super().__init__(names, *options)
+    def __init__(
+        self,
+        names: CallNames,
+        trusted: Collection[str],
+        actions: ValueActions,
+        twins: Twins | None = None,
+        *,
+        watched: int = 1,
+    ) -> None:
+        super().__init__(names, actions, twins)
         self._containers = {path.rpartition(".")[0] for path in names.parts}
         again = names.again if isinstance(names.again, Collection) else ()
         self._called_again = {name.partition("#")[0] for name in again}
@@ -671,7 +680,7 @@ class Practised(Rematerialisation):
         """What the plan drops and this forward has not saved."""
         # Their calls go into the routine as unseen ones.
         met = {event.name for event in forward.events if isinstance(event, Saved)}
-        return set(self._dropped) - met
+        return set(self.actions.dropped) - met
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """As the plan says; in a forward that it does not know, by what makes the value."""
@@ -688,7 +697,7 @@ class Practised(Rematerialisation):
 
     def _is_news(self, name: str) -> bool:
         """Whether a value is not dropped that the plan drops, and that was dropped before."""
-        return name in self._dropped and name not in self._refused_before
+        return name in self.actions.dropped and name not in self._refused_before
 
     def widen(self) -> None:
         """The next forwards show what that is."""

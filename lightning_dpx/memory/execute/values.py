@@ -20,6 +20,7 @@ from lightning_dpx.torch_compat import (
     free_weak_storage,
     is_any_autocast_enabled,
     is_torch_function_mode_enabled,
+    key_of,
     version_counter,
     weak_storage,
 )
@@ -50,6 +51,13 @@ class Identity(NamedTuple):
                 return False  # a part of something larger, that cannot be relied on
             expected *= size
         return any(step != other for step, _, other in steps)
+
+
+def identity_of(base: torch.Tensor) -> Identity:
+    """The identity of ``base``, by which it is known again."""
+    storage = key_of(base.untyped_storage())
+    offset = int(base.storage_offset())
+    return Identity(storage, version_counter(base), base.dtype, base.size(), base.stride(), offset)
 
 
 class Unnamed:

@@ -20,8 +20,8 @@ from torch.nn import functional
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
-from lightning_dpx.memory.execute.values import Value, compute
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, ValueActions
+from lightning_dpx.memory.execute.values import Value, compute, identity_of
 from lightning_dpx.memory.profile import timing_effort
 
 _ROWS = 32
@@ -146,7 +146,7 @@ def _everything_dropped(module: nn.Module, x: Tensor) -> Practised:
     seen = _Seen(names)
     with seen.active():
         module(x)
-    return Practised(names, set(seen.operators.values()), list(seen.operators))
+    return Practised(names, set(seen.operators.values()), ValueActions(dropped=list(seen.operators)))
 
 
 class _Seen(Rematerialisation):

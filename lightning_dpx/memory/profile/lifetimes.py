@@ -119,7 +119,7 @@ class _LifetimeHooks(Rematerialisation):
             copied = value.tensor.clone()
         value.let_go(tensor)
         value.keep(copied)
-        self.know_again(value, copied)  # where a backward that records gradients saves it once more
+        self.known.know_again(value, copied)  # where a backward that records gradients saves it once more
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Drops nothing, and looks for no recipes."""

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.execute.saved_tensor_hooks import ValueActions
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
@@ -106,7 +107,8 @@ def measured_in_step(
 
 def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:
     trusted = {profile.values[index].operator for index in dropped}
-    return Practised(CallNames(module), trusted, {profile.values[index].name for index in dropped})
+    actions = ValueActions(dropped={profile.values[index].name for index in dropped})
+    return Practised(CallNames(module), trusted, actions)
 
 
 class _Case(NamedTuple):

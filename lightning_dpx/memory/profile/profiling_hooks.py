@@ -9,9 +9,9 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, identity_of
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
-from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe
+from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, identity_of
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall
@@ -71,8 +71,7 @@ class ProfilingHooks(Rematerialisation):
 
     def _saved_as(self, tensor: torch.Tensor) -> Value | None:
         """The value that is that tensor, if autograd has saved it."""
-        known = self._values.get(identity_of(tensor))
-        return None if known is None else known()
+        return self.known.saved(identity_of(tensor))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = self._packed(tensor)
@@ -107,8 +106,7 @@ class ProfilingHooks(Rematerialisation):
         base = view_base(tensor)
         identity = identity_of(tensor if base is None else base)
         self.calls.in_code.add(identity)
-        known = self._values.get(identity)
-        value = None if known is None else known()
+        value = self.known.saved(identity)
         if value is not None and value.make is not None:
             forget_recipe(value)
             self.refused[value.name] = _IN_CODE
@@ -168,7 +166,7 @@ class ProfilingHooks(Rematerialisation):
             given = copied if isinstance(entry, Value) else entry.look(copied)
         # A backward that records gradients (create_graph) saves what it was given once more.
         if torch.is_grad_enabled():
-            self.know_again(value, copied)
+            self.known.know_again(value, copied)
         self.log.watch_use(event, copied)
         return given
 

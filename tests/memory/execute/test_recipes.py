@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
+from lightning_dpx.memory.execute.graph_tape import Node
 from lightning_dpx.memory.execute.recipes import RECIPES, NotRecomputable
-from lightning_dpx.memory.execute.saved_tensor_hooks import Node
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
 from tests.memory.execute.recipes import (
     test_attention,

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_dpx.memory.execute.graph_tape import Node
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes import NotRecomputable, recipe_for
-from lightning_dpx.memory.execute.saved_tensor_hooks import Node, Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.values import read
 from tests.memory.execute.recipes.probe import Function, check_on_a_gpu, check_recipe
 
