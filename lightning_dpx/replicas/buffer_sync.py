@@ -52,6 +52,9 @@ class _BufferCandidates:
                 total = total + (value - self._before)
             return total
         if rule in ("max", "min") and not self._owned.is_complex():
+            # Most buffers are constants, some of them large.
+            if all(torch.equal(value, values[0]) for value in values[1:]):
+                return values[0]
             stacked = torch.stack(values)
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
         return values[0] if rule == "first" else None

@@ -57,9 +57,10 @@ import lightning_dpx as dpx
 class Large(Classifier):
     def __init__(self):
         super().__init__()
-        self.register_buffer("weight", torch.zeros(24 * 2**20))
+        self.register_buffer("weight", torch.zeros(size))
 
 path, how = Path(sys.argv[1]), sys.argv[2]
+size = 2**23 if how == "kill" else 2**20  # a file that is long being written; one that is larger than the disk
 trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2, max_epochs=1)
 trainer.fit(Large(), make_loader(), make_loader())
 trainer.save_checkpoint(path)

@@ -58,6 +58,11 @@ def difference(
         return math.inf
     if one.numel() == 0:
         return 0.0
+    # Most of what is compared is equal, and large buffers are constants: no wide copies are made of these. Floats of a
+    # byte are not compared by torch.equal.
+    are_dense = one.layout == two.layout == torch.strided
+    if are_dense and one.dtype == two.dtype and one.dtype.itemsize > 1 and torch.equal(one, two):
+        return 0.0
     # Whole numbers have no roundings.
     if not (one.is_floating_point() or one.is_complex()) and not (two.is_floating_point() or two.is_complex()):
         return 0.0 if torch.equal(one.to(torch.int64), two.to(torch.int64)) else math.inf
