@@ -2,6 +2,7 @@
 
 object_graph        which objects lead to which, as the garbage collector sees them
 origin              whether a class or a file is Python's, a framework's, installed, or the user's
+code_map            what the code of classes names, followed once
 reachable           objects that the code of a module can reach, globals included
 process_generators  whether Python's and NumPy's generators were drawn from, without a copy
 preserve            every random generator in reach, remembered and put back

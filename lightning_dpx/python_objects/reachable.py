@@ -8,7 +8,7 @@ milliseconds.
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dpx.python_objects.code_map import (
+    CODE_MAPS,
+    contents_of,
+    function_in,
+    is_settled,
+    named_by,
+    names_in,
+    namespace_of,
+)
 from lightning_dpx.python_objects.object_graph import items_of, may_hold, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -27,8 +36,10 @@ _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype, type, types.ModuleType,
     types.BuiltinFunctionType,
 )  # fmt: skip
-# By id, which is its own while the code is held; in order, as that of a set of texts differs from process to process.
-_KNOWN_NAMES: dict[int, tuple[types.CodeType, dict[str, None]]] = {}
+
+
+# What is followed even where a library has made it.
+_FOLLOWED = (dict, list, tuple, set, frozenset, deque, types.FunctionType, types.MethodType, nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +59,14 @@ class _Type:
     @classmethod
     def of(cls, kind: type, wanted: tuple[type, ...]) -> "_Type":
         """Looks at ``kind``; ``wanted`` are the types that are looked for."""
-        # The last class is `object`, which has both names.
-        is_proxy = any(vars(base).keys() & {"__class__", "__getattribute__"} for base in kind.__mro__[:-1])
+        # The last class is `object`, which has both names; types that are built in have a `__getattribute__` of C.
+        is_builtin = kind.__module__ == "builtins"
+        is_proxy = not is_builtin and any(
+            vars(base).keys() & {"__class__", "__getattribute__"} for base in kind.__mro__[:-1]
+        )
         is_match = None if is_proxy else issubclass(kind, wanted)
-        return cls(issubclass(kind, _LEAVES), is_library(kind), is_match)
+        leads_nowhere = is_library(kind) and not issubclass(kind, _FOLLOWED) and is_match is False
+        return cls(issubclass(kind, _LEAVES) or leads_nowhere, is_library(kind), is_match)
 
 
 class _Search:
@@ -66,18 +81,32 @@ class _Search:
         self._wanted = wanted
         self._packages = packages
         self._types: dict[type, _Type] = {}
-        self._classes: set[type] = set()
         self._seen: set[int] = set()
         # First in, first out, so that what is near is found before what is far, with
         # the shorter path.
         self._waiting: deque[tuple[_Step | None, Any, _Type]] = deque()
+        self._num_visited = 0
+        # Classes and functions by id, whose code is followed once the objects have been looked at.
+        self._roots: dict[int, Any] = {}
+        self._covered: Collection[int] = ()
 
     def run(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """All objects of the types that ``module`` leads to, with their paths, the nearest ones first."""
         self._add(None, module)
-        visited = 0
-        while self._waiting and visited < _MAX_OBJECTS:
-            visited += 1
+        yield from self._visit()
+        maps = CODE_MAPS
+        while self._roots:
+            code = maps.follow(self._roots.values(), self._packages)
+            maps = code.further
+            self._roots = {}
+            self._covered = code.covered
+            for place in code.places:
+                self._add((None, "name", place.label), place.read())
+            yield from self._visit()
+
+    def _visit(self) -> Iterator[tuple[str, Any]]:
+        while self._waiting and self._num_visited < _MAX_OBJECTS:
+            self._num_visited += 1
             step, value, kind = self._waiting.popleft()
             if isinstance(value, self._wanted) if kind.is_match is None else kind.is_match:
                 yield _path_of(step), value
@@ -124,44 +153,31 @@ class _Search:
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if base not in self._classes:
-                self._classes.add(base)
-                for name, value in _of_base(base, self._packages):
-                    self._add((None, "name", f"{base.__qualname__}.{name}"), value)
+            self._add_root(base)
+
+    def _add_root(self, owner: Any) -> None:
+        """The code of a class or a function is to be followed, if it belongs to the packages."""
+        if id(owner) not in self._covered and package_of(getattr(owner, "__module__", None)) in self._packages:
+            self._roots[id(owner)] = owner
 
     def _add_names(self, function: Any) -> None:
-        """What a function names: globals, attributes of imported helpers that it names, and its closure."""
+        """What a function leads to: what it names, and what its closure holds."""
         function = getattr(function, "__func__", function)
-        if package_of(getattr(function, "__module__", None)) not in self._packages:
+        if not isinstance(function, types.FunctionType) or id(function) in self._covered:
             return
-        names = _names_in(function.__code__)
-        namespace = function.__globals__
-        for name in names:
-            if name not in namespace:
-                continue
-            value = namespace[name]
-            if isinstance(value, types.ModuleType):
-                # Of an imported file only what the function names is looked at, not all that
-                # is in it.
-                if package_of(value.__name__) in self._packages:
-                    self._add_helpers(value, names)
-            elif isinstance(value, type):
+        if is_settled(function):
+            self._add_root(function)
+            return
+        if package_of(function.__module__) not in self._packages:
+            return
+        for label, owner, key in named_by(function, self._packages):
+            value = function_in(namespace_of(owner).get(key))
+            if isinstance(value, type) and owner is function:
                 self._add_class(value)
             else:
-                self._add((None, "name", name), value)
-        for cell in function.__closure__ or ():
-            try:
-                self._add((None, "name", function.__qualname__), cell.cell_contents)
-            except ValueError:  # a cell that is still empty captures nothing
-                continue
-        if isinstance(function, types.FunctionType):
-            # Behind a decorator made with functools.wraps stands the function that was written.
-            self._add((None, "name", function.__qualname__), getattr(function, "__wrapped__", None))
-
-    def _add_helpers(self, file: types.ModuleType, names: Iterable[str]) -> None:
-        for name in names:
-            if name in vars(file):
-                self._add((None, "name", f"{file.__name__}.{name}"), vars(file)[name])
+                self._add((None, "name", label), value)
+        for value in contents_of(function):
+            self._add((None, "name", function.__qualname__), value)
 
 
 _Step = tuple[Any, str, Any]  # the step before, and how it went on: to an "item", to an "attribute", or to a "name"
@@ -220,7 +236,7 @@ def places_of_code(module: nn.Module) -> list[Place]:
         elif package_of(owner.__module__) in packages:
             num_functions += 1
             space = owner.__globals__
-            for name in _names_in(owner.__code__):
+            for name in names_in(owner.__code__):
                 if name not in space:
                     continue
                 found[id(space), name] = name, space, name
@@ -282,7 +298,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
         seen.add(id(function))
         if not _is_followed(function.__module__, packages):
             continue
-        names = _names_in(function.__code__)
+        names = names_in(function.__code__)
         for namespace in _namespaces_of(function, names, packages):
             _, held = found.setdefault(id(namespace), (namespace, set()))
             for name in names.keys() & namespace.keys():
@@ -318,18 +334,3 @@ def _namespaces_of(
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType) and _is_followed(value.__name__, packages):
             yield vars(value)
-
-
-def _names_in(code: types.CodeType) -> dict[str, None]:
-    """The names of globals and attributes in ``code`` and in what is defined there, in alphabetical order."""
-    known = _KNOWN_NAMES.get(id(code))
-    if known is None:
-        known = _KNOWN_NAMES[id(code)] = code, dict.fromkeys(sorted(_names(code)))
-    return known[1]
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
