@@ -1,6 +1,8 @@
 """The command line: ``dpx``, and ``python -m lightning_dpx``."""
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from lightning_dpx.errors import DPXError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import MisconfigurationException
 
 _SHELLS = ("bash", "zsh", "tcsh")
+_ALIKE = 0.8  # of two names, one of which is misspelt
 _INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 _COMPLETION = 'print a completion script; in ~/.bashrc: eval "$(dpx --print-completion bash)"'
 
@@ -54,10 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A Trainer catches Ctrl-C itself, and ends the program with the status of an error.
         if _is_of_an_interrupt(end):
             return _interrupted()
-        if end.code == 2 and given[:1] in (
-            ["plan"],
-            ["tune"],
-        ):  # a parser's, of a bad argument or config: "does not fit" to others
+        # A parser's, of a bad argument or config: of plan and tune it would say "does not fit".
+        if end.code == 2 and given[:1] in (["plan"], ["tune"]):
+            _suggest(given, commands.choices[given[0]])
             return 1
         raise
     except MisconfigurationException as error:
@@ -71,6 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"dpx: {error}{notes}", file=sys.stderr)
         return 1
+
+
+def _suggest(given: Sequence[str], command: argparse.ArgumentParser) -> None:
+    """Names the option that was meant: what the command does not know was read by the parser of ``fit``."""
+    known = re.findall(r"--[\w-]+", command.format_usage())
+    for argument in given:
+        name = argument.partition("=")[0]
+        meant = difflib.get_close_matches(name, known, 1, _ALIKE)
+        if name.startswith("--") and name not in known and meant:
+            print(f"dpx {given[0]}: did you mean {meant[0]}? dpx {given[0]} --help shows all options.", file=sys.stderr)
 
 
 def _interrupted() -> int:

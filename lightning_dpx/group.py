@@ -295,7 +295,10 @@ class ReplicaGroup:
 
         Raises:
             ConfigurationError: the module was moved since the group was made, or a part of it was shifted.
+            SliceError: there are none, or they cannot be cut.
         """
+        if not inputs and not named_inputs:
+            raise SliceError("There are no inputs to cut; give those of the module, each with a row for every example.")
         root = self._set.root
         # One parameter tells: the module was moved as a whole when the group was made.
         first = next(root.module.parameters(), None)

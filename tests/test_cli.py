@@ -71,6 +71,12 @@ def test_a_plan_s_arguments_that_are_wrong_are_not_taken_for_a_model_that_does_n
     assert main(["plan", "--budget"]) == 1
 
 
+def test_an_option_that_is_misspelt_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "examples/digits.yaml", "--buget", "4MiB"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.endswith("dpx plan: did you mean --budget? dpx plan --help shows all options.\n")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_commands_and_their_arguments(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")

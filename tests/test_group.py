@@ -586,6 +586,11 @@ class Seen:
         self.shapes.append((tuple(outputs.shape), [tuple(label.shape) for label in labels]))
 
 
+def test_a_forward_without_inputs_says_so() -> None:
+    with dpx.ReplicaGroup(nn.Linear(2, 2), ["cpu", "cpu"]) as group, pytest.raises(dpx.SliceError, match="no inputs"):
+        group.forward()
+
+
 def test_labels_are_cut_as_inputs_are(make_group) -> None:
     device = places(1)[0]
     layout = {"0": 1, "output": 1, "labels.0": 1, "labels.2": -1}

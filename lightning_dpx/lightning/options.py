@@ -87,7 +87,7 @@ class StrategyOptions:
         check_workload(self.workload)
         check_batch_dim(self.batch_dim)
         if self.micro_batches != "auto":
-            check_micro_batches(self.micro_batches)
+            check_micro_batches(self.micro_batches, ', or "auto"')
         if self.batch_slicer is not None:
             # Likewise, as the replicas that use it are made in setup only.
             make_slicer("batch_slicer", self.batch_slicer)

@@ -17,24 +17,28 @@ from lightning_dpx.errors import ConfigurationError
 MicroBatches = int | Sequence[int]
 
 
-def check_micro_batches(micro_batches: object) -> None:
+def check_micro_batches(micro_batches: object, others: str = "") -> None:
     """What can be said before the devices are known.
+
+    Args:
+        micro_batches: What was given.
+        others: What else may be given instead, for the message.
 
     Raises:
         ConfigurationError: neither a positive integer nor a list of them.
     """
     if isinstance(micro_batches, list | tuple):
         for index, number in enumerate(micro_batches):
-            _check_number(f"micro_batches[{index}]", number)
+            _check_number(f"micro_batches[{index}]", number, others)
         return
-    _check_number("micro_batches", micro_batches)
+    _check_number("micro_batches", micro_batches, others)
 
 
-def _check_number(name: str, number: object) -> None:
+def _check_number(name: str, number: object, others: str) -> None:
     if not is_whole_number(number) or number < 1:
         raise ConfigurationError(
             f"{name}={number!r} is not allowed; give a positive integer, or one for each device, for example 4 or "
-            "[4, 2]. 1 runs every slice as it is."
+            f"[4, 2]{others}. 1 runs every slice as it is."
         )
 
 

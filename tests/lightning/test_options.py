@@ -66,3 +66,9 @@ def test_shifts_are_devices_and_names() -> None:
     assert parse_shifts({"meta:0": "meta:1"}, "net") == ({meta[0]: meta[1]}, ["net"])
     assert parse_shifts(None, None) == ({}, [])
     assert parse_shifts("auto", None) is None
+
+
+@pytest.mark.parametrize("number", [0, "many", [2, 0]])
+def test_micro_batches_may_be_chosen_by_the_planner(number: Any) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=r'is not allowed; give .* or "auto"'):
+        dpx.DPXStrategy(micro_batches=number)
