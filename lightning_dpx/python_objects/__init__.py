@@ -7,6 +7,8 @@ reachable           objects that the code of a module can reach, globals include
 process_generators  whether Python's and NumPy's generators were drawn from, without a copy
 preserve            every random generator in reach, remembered and put back
 object_state        what the objects behind attributes hold, to be compared or put back
+object_walk         finds all of those objects, and what hides its state
+object_contents     what one of them holds, and how it holds that again
 overrides           attributes that are others for a while
 compiled            what torch.compile has compiled, and runs without it
 untouched           a run of a module that leaves no trace

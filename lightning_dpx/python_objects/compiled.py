@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
+from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
 _MARK = "_torchdynamo_orig_callable"  # on a function that torch.compile returns: what it was given

@@ -26,6 +26,7 @@ from torch import nn
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
+from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.python_objects.object_graph import (
     ATOMS,
     MUTABLE,
@@ -35,7 +36,6 @@ from lightning_dpx.python_objects.object_graph import (
     pairs_of,
     size_of,
 )
-from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.hook_copies import HookCopies
 from lightning_dpx.replicas.mirrors import Mirrors

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE, slot_contents
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
-from lightning_dpx.python_objects.object_state import OF_EVERY_MODULE, slot_contents
 from lightning_dpx.python_objects.origin import package_of
 from lightning_dpx.replicas.mirrors import has_attributes
 from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without

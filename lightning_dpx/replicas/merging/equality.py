@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_dpx.python_objects.object_state import slot_contents
+from lightning_dpx.python_objects.object_contents import slot_contents
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas.containers import children_of, members_of
 from lightning_dpx.replicas.merging.number_types import as_tensor, is_large_integer, is_numeric
