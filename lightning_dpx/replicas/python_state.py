@@ -11,44 +11,29 @@ so most of what hooks and steps change need not be carried. What is left for thi
 The cost of a step grows with the number of attributes, not with what they hold.
 """
 
-import copy
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dpx.devices import device_beside
 from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
-from lightning_dpx.python_objects.object_graph import (
-    ATOMS,
-    MUTABLE,
-    ObjectGraph,
-    is_tensor_or_module,
-    items_of,
-    pairs_of,
-    size_of,
-)
 from lightning_dpx.replicas.attribute_watch import AttributeWatch
+from lightning_dpx.replicas.counterparts import Counterparts
 from lightning_dpx.replicas.hook_copies import HookCopies
 from lightning_dpx.replicas.mirrors import Mirrors
-from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, version_of
+from lightning_dpx.replicas.remote_tensor import version_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, prepare_memo
+from lightning_dpx.replicas.shared_containers import SharedContainers
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _MISSING = object()
-_SMALL = 64  # items up to which a shared container is watched item by item; beyond, by its length
-_FEW = 2**16  # elements of a tensor that is copied to other replicas whether they use it or not
-_MOST_WATCHED = 4096  # containers of one attribute that are watched
 
 
 class PythonState:
@@ -76,12 +61,11 @@ class PythonState:
         self._others = list(replicas[1:])
         self._private = private | OF_EVERY_MODULE
         self._skip = skip
-        self._kept = {id(kept): kept for kept in keep}
+        self._keep = list(keep)
         self._several_devices = any(replica.device != self._root.device for replica in self._others)
         self._mirrors = Mirrors()
-        self._watched: dict[tuple[int, str], list[tuple[Any, Any]]] = {}
-        self._contents: dict[tuple[int, str], list[Any]] = {}  # copies of what these hold, where that is little
-        self._memos: dict[int, dict[int, Any]] = {}
+        self._counterparts = Counterparts(self._root, self._mirrors, keep)
+        self._containers = SharedContainers(self._counterparts.is_boundary)
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
@@ -90,12 +74,12 @@ class PythonState:
         self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
         self._watches = self._new_watches()
-        self.hooks: HookCopies = HookCopies(replicas, self._modules, partial(self._translated, lazily=True))
+        self.hooks: HookCopies = HookCopies(replicas, self._modules, partial(self._counterparts.there, lazily=True))
         if not self._others:
             return
         for index, child in enumerate(self._modules[0]):
             for key, value in self._own(child).items():
-                self._watch(index, key, value)
+                self._containers.watch((index, key), value)
                 self._iterators.note((index, key), value)
                 for replica in self._others:
                     attributes = vars(self._modules[replica.index][index])
@@ -118,7 +102,7 @@ class PythonState:
             return
         self._follow_structure()
         # Memos go by ids, and what a step has dropped may have left its id to something new.
-        self._memos = {}
+        self._counterparts.forget()
         for replica in self._others:
             replica.hidden.follow()
         self._send_new_containers()
@@ -163,8 +147,7 @@ class PythonState:
                 self._send(index, key, value)
         # What was deleted on the user's module is gone on its replicas as well.
         for key in seen.keys() - now.keys():
-            self._watched.pop((index, key), None)
-            self._contents.pop((index, key), None)
+            self._containers.forget((index, key))
             self._iterators.forget((index, key))
             self._forget_mirrors(index, key)
             for replica in self._others:
@@ -174,12 +157,12 @@ class PythonState:
 
     def _send(self, index: int, key: str, value: Any) -> None:
         self._forget_mirrors(index, key)
-        self._watch(index, key, value)
+        self._containers.watch((index, key), value)
         self._iterators.note((index, key), value)
         for replica in self._others:
             # What the step itself has rebound, it mostly rebinds again without reading it: large
             # tensors of it are copied when they are used. What a hook has set is there to be used.
-            translated = self._translated(replica, value, lazily=(index, key) in self._rebound)
+            translated = self._counterparts.there(replica, value, lazily=(index, key) in self._rebound)
             state = vars(self._modules[replica.index][index])
             # A number that the replica has made of it in the last step would be overwritten unseen.
             if key in state:
@@ -214,7 +197,7 @@ class PythonState:
         if not self._mirrors:
             return
         for replica in self._others:
-            self._mirrors.sync(replica.index, partial(self._translated, replica, lazily=True))
+            self._mirrors.sync(replica.index, partial(self._counterparts.there, replica, lazily=True))
         # A mirror has the containers that it was made with. Where the user's got others, the whole
         # attribute is copied and paired anew, once for each attribute.
         for index, key in self._mirrors.note():
@@ -224,7 +207,7 @@ class PythonState:
 
     def _forget_mirrors(self, index: int, key: str) -> None:
         if self._mirrors.forget((index, key)):
-            self._memos = {}
+            self._counterparts.forget()
 
     @property
     def has_iterators(self) -> bool:
@@ -255,34 +238,31 @@ class PythonState:
         """Between two replicas that take turns on different devices: containers that got tensors are mirrored."""
         # On one device the other replica can use the tensors as they are.
         if self._several_devices and self._begun:
-            self._memos = {}
+            self._counterparts.forget()
             self._send_new_containers()
             if self.hooks.are_outdated:
                 self.hooks.follow()
 
     def wrote_shared(self) -> bool:
         """Whether the step that is under way changed a container that all replicas share."""
-        if not self._begun:
-            return False
-        watched = chain.from_iterable(self._watched.values())
-        return any(_mark(container) != mark for container, mark in watched)
+        return self._begun and self._containers.has_changed()
 
     def collect(self, active: Sequence[Replica]) -> None:
         """After a step: the user's containers get what the active replicas did to their mirrors, in replica order."""
         if not self._others:
             return
         self._begun = False
-        self._memos = {}
+        self._counterparts.forget()
         # Replica after replica, the order in which one device would have seen the rows.
         for replica in active:
             if replica is not self._root:
-                for attribute in self._mirrors.merge(replica.index, partial(self._translated_back, replica)):
+                for attribute in self._mirrors.merge(replica.index, partial(self._counterparts.back, replica)):
                     self.unseen.note_container(*attribute)
         # Shared containers grow by what every slice appends, where one device appends once.
-        for attribute, entries in self._watched.items():
-            if any(map(_has_grown, entries)):
-                self.unseen.note_container(*attribute)
-        self._bring_home()
+        for attribute in self._containers.grown():
+            self.unseen.note_container(*attribute)
+        if self._several_devices:
+            self._containers.bring_home(self._root.device)
         # For the next step: what this one has rebound by itself, on the user's own module.
         for index in self._watches[0].suspects():
             seen = self._seen[index]
@@ -298,10 +278,7 @@ class PythonState:
         """
         if not self._others:
             return
-        for attribute, entries in self._watched.items():
-            for (container, mark), content in zip(entries, self._contents[attribute], strict=True):
-                if _mark(container) != mark:
-                    _fill(container, mark, content)
+        self._containers.put_back()
         for index in self._watches[0].suspects():
             seen = self._seen[index]
             state = vars(self._modules[0][index])
@@ -311,127 +288,24 @@ class PythonState:
                 elif not _is_still(seen[key], value) and not isinstance(seen[key], _SeenTensor):
                     state[key] = seen[key]
 
-    def _bring_home(self) -> None:
-        """Tensors that other replicas put into shared containers are moved to the first device."""
-        if not self._several_devices:
-            return
-        home = self._root.device
-        seen: set[int] = set()
-        for entries in self._watched.values():
-            for container, mark in entries:
-                # Where nothing was changed, nothing of another device can have come.
-                if _mark(container) != mark:
-                    _on_device(container, home, seen)
-
     # ---- what is shared, and what is mirrored ----
-
-    def _watch(self, index: int, key: str, value: Any) -> None:
-        """Notes the containers behind an attribute that hold no tensor yet."""
-        self._watched.pop((index, key), None)
-        self._contents.pop((index, key), None)
-        # These are no containers; each replica has its own, or all have the same.
-        if type(value) in ATOMS or isinstance(value, (torch.Tensor, nn.Module)):
-            return
-        graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
-        graph.walk([value])
-        # What leads to tensors is mirrored already. All else is one object for all replicas, and is
-        # watched for its first tensor.
-        leading = graph.leading()
-        shared = [held for key, held in graph.objects.items() if isinstance(held, MUTABLE) and key not in leading]
-        if shared:
-            watched = shared[:_MOST_WATCHED]
-            self._watched[index, key] = [(held, _mark(held)) for held in watched]
-            self._contents[index, key] = list(map(_content_of, watched))
 
     def _send_new_containers(self) -> None:
         """Attributes with a shared container that has changed are looked at again: it may hold tensors now."""
-        for (index, key), entries in list(self._watched.items()):
-            if all(_mark(container) == mark for container, mark in entries):
-                continue
+        for index, key in self._containers.changed():
             value = vars(self._modules[0][index]).get(key, _MISSING)
             if value is _MISSING:
                 continue
-            graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
-            graph.walk([value])
-            leading = graph.leading()
             # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
-            if any(id(container) in leading for container, _ in entries):
+            if self._containers.lead_to_tensors((index, key), value):
                 self._send(index, key, value)
             else:
-                self._watch(index, key, value)
+                self._containers.watch((index, key), value)
 
     def _pair(self, attribute: tuple[int, str], replica: int, source: Any, copied: Any) -> None:
         if self._mirrors.pair(attribute, replica, source, copied):
             self.hooks.are_outdated = True
-            self._memos.pop(replica, None)  # which does not know them
-
-    def _is_boundary(self, value: Any) -> bool:
-        return id(value) in self._kept or isinstance(value, SHARED_TYPES)
-
-    def _translated(self, replica: Replica, value: Any, *, lazily: bool) -> Any:
-        """``value`` of the root for ``replica``."""
-        if type(value) in ATOMS:
-            return value
-        memo = self._memo(replica)
-        if isinstance(value, torch.Tensor) and id(value) not in memo:
-            plain = value.detach()
-            device = device_beside(plain, self._root.device, replica.device)
-            # A step of the first replica may write it in place before another one looks at it.
-            lazily = lazily and plain.numel() > _FEW
-            return RemoteTensor(plain, device) if lazily else plain.to(device, copy=True)
-
-        def place(tensor: torch.Tensor) -> torch.Tensor:
-            device = device_beside(tensor, self._root.device, replica.device)
-            if not isinstance(tensor, nn.Parameter):
-                return RemoteTensor(tensor.detach(), device)
-            # Hooks average such parameters in place: each replica needs a copy to write to, and
-            # its hidden tensors follow the first one's before every step.
-            copied = like_parameter(tensor, tensor.detach().to(device, copy=True))
-            replica.hidden.add([(tensor, copied)])
-            return copied
-
-        return self._copied(value, memo, place)
-
-    def _translated_back(self, replica: Replica, value: Any) -> Any:
-        """``value`` of ``replica`` for the root."""
-        if type(value) in ATOMS:
-            return value
-
-        def place(tensor: torch.Tensor) -> torch.Tensor:
-            if isinstance(tensor, RemoteTensor):
-                return source_of(tensor)
-            return tensor.to(device_beside(tensor, replica.device, self._root.device))
-
-        return self._copied(value, self._memo(replica, back=True), place)
-
-    def _copied(self, value: Any, known: dict[int, Any], place: Any) -> Any:
-        memo = dict(known)
-        try:
-            prepare_memo(memo, [value], [], place=place, is_boundary=self._is_boundary)
-            return copy.deepcopy(value, memo)
-        except Exception:  # noqa: BLE001  iterators, files, C handles: there is one of it, for all
-            return value
-
-    def _memo(self, replica: Replica, *, back: bool = False) -> dict[int, Any]:
-        """The counterparts of submodules, parameters, buffers and mirrored containers, by id."""
-        # Replica 0 has no counterparts of its own, so the sign tells the directions apart.
-        place = -replica.index if back else replica.index
-        if place not in self._memos:
-            memo: dict[int, Any] = {}
-            pairs = [
-                *zip(self._root.modules, replica.modules, strict=True),
-                *zip(self._root.parameters, replica.parameters, strict=True),
-                # Not strict: between two turns only one of both may have registered a new buffer.
-                *zip(self._root.buffers, replica.buffers, strict=False),
-            ]
-            pairs += self._mirrors.pairs(replica.index)
-            for mine, theirs in pairs:
-                if back:
-                    memo[id(theirs)] = mine
-                else:
-                    memo[id(mine)] = theirs
-            self._memos[place] = memo
-        return self._memos[place]
+            self._counterparts.forget(replica)  # which does not know them
 
     # ---- structure and hooks ----
 
@@ -446,7 +320,7 @@ class PythonState:
                 )
 
     def _looked_after(self, replica: Replica) -> list[nn.Module]:
-        shared = _modules_of(self._kept.values())
+        shared = _modules_of(self._keep)
         return [child for child in replica.modules if not isinstance(child, self._skip) and id(child) not in shared]
 
     def _new_watches(self) -> dict[int, AttributeWatch]:
@@ -461,36 +335,6 @@ class PythonState:
         return {key: value for key, value in vars(child).items() if key not in self._private}
 
 
-def _on_device(value: Any, home: torch.device, seen: set[int]) -> Any:
-    """``value`` with all tensors on ``home``, or on the host where a step has put them; containers stay themselves.
-
-    Args:
-        value: A tensor, or anything that may hold some.
-        home: A device.
-        seen: The ids of the containers that have been gone through.
-    """
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device_beside(value, home, home) else value.to(home)
-    if type(value) is tuple:
-        moved = [_on_device(item, home, seen) for item in value]
-        return value if all(map(operator.is_, moved, value)) else tuple(moved)
-    if not isinstance(value, MUTABLE) or id(value) in seen:
-        return value
-    seen.add(id(value))
-    held: Any = value
-    if isinstance(held, set):
-        strange = [(item, moved) for item in held if (moved := _on_device(item, home, seen)) is not item]
-        held.difference_update(item for item, _ in strange)
-        held.update(moved for _, moved in strange)
-        return value
-    for key, item in pairs_of(held) if isinstance(held, dict) else enumerate(list(held)):
-        moved = _on_device(item, home, seen)
-        # Only then, as a class of its own may do something when an item is set.
-        if moved is not item:
-            held[key] = moved
-    return value
-
-
 def _modules_of(kept: Iterable[Any]) -> set[int]:
     """The ids of all modules among ``kept``, and of what those hold."""
     found: set[int] = set()
@@ -498,44 +342,6 @@ def _modules_of(kept: Iterable[Any]) -> set[int]:
         if isinstance(module, nn.Module):
             found.update(map(id, module.modules()))
     return found
-
-
-def _mark(container: Any) -> Any:
-    """Differs if a container was changed; beyond a few items, if their number was."""
-    # Asked in every step: a list of thousands of losses must not be walked for it.
-    size = size_of(container)
-    if size > _SMALL:
-        return size
-    return list(map(id, items_of(container)))
-
-
-def _content_of(container: Any) -> list[Any] | None:
-    """What a small container holds, for :func:`_fill`."""
-    if size_of(container) > _SMALL:
-        return None
-    return pairs_of(container) if isinstance(container, dict) else items_of(container)
-
-
-def _fill(container: Any, mark: Any, content: list[Any] | None) -> None:
-    """Gives a container what it held, or at least takes out of a list what was appended."""
-    if content is None:
-        if isinstance(container, list):
-            del container[mark:]
-        return
-    container.clear()
-    if isinstance(container, dict):
-        for key, value in content:
-            container[key] = value  # to update a counter would be to count
-    elif isinstance(container, set):
-        container.update(content)
-    else:
-        container.extend(content)
-
-
-def _has_grown(entry: tuple[Any, Any]) -> bool:
-    """Whether a container has another number of items than its mark says."""
-    container, mark = entry
-    return size_of(container) != (mark if isinstance(mark, int) else len(mark))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,78 @@
+"""Containers that all replicas share are watched for what a step does to them, and can hold again what they held."""
+
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dpx.replicas.shared_containers import SharedContainers
+
+HELD = (0, "held")
+
+
+def watched(value: Any) -> SharedContainers:
+    containers = SharedContainers(lambda _: False)
+    containers.watch(HELD, value)
+    return containers
+
+
+def test_a_change_at_any_depth_is_seen() -> None:
+    inner = [1]
+    value = {"a": ({"b": inner},)}
+    containers = watched(value)
+    assert containers.changed() == []
+    inner[0] = 2
+    assert containers.changed() == [HELD]
+    assert containers.has_changed()
+    assert list(containers.grown()) == [], "it has as many items as before"
+    inner.append(3)
+    assert list(containers.grown()) == [HELD]
+    containers.forget(HELD)
+    assert not containers.has_changed()
+
+
+def test_the_first_tensor_is_told_from_other_changes() -> None:
+    value: dict[str, list[Any]] = {"a": []}
+    containers = watched(value)
+    value["a"].append(1)
+    assert not containers.lead_to_tensors(HELD, value)
+    value["a"].append(torch.zeros(1))
+    assert containers.lead_to_tensors(HELD, value)
+    containers.watch(HELD, value)
+    value["a"].append(2)
+    assert not containers.has_changed(), "what holds a tensor is mirrored, and watched there"
+
+
+@pytest.mark.parametrize("make", [list, deque, set, lambda items: Counter(dict.fromkeys(items, 2))])
+def test_all_hold_again_what_they_held(make: Any) -> None:
+    value = make([1, 2])
+    before = make([1, 2])
+    containers = watched([value])
+    if isinstance(value, Counter):
+        value.update([1, 3])
+    else:
+        value.pop()
+    assert value != before
+    containers.put_back()
+    assert value == before
+
+
+def test_of_a_long_list_what_was_appended_is_taken_out() -> None:
+    value = list(range(1000))
+    containers = watched(value)
+    value[0] = 7  # which is not known of long ones
+    value.append(1)
+    containers.put_back()
+    assert value == [7, *range(1, 1000)]
+
+
+def test_tensors_of_other_devices_come_home() -> None:
+    value: dict[str, Any] = {"pair": (torch.zeros(2, device="meta"), 1), "items": [torch.ones(1)]}
+    containers = SharedContainers(lambda _: False)
+    containers.watch(HELD, empty := {"inner": list[Any]()})
+    empty["inner"].append(value)
+    containers.bring_home(torch.device("meta"))
+    assert value["pair"][0].device.type == "meta"
+    assert value["pair"][1] == 1
+    assert value["items"][0].device.type == "cpu", "a step has put it on the host"
