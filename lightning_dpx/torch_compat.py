@@ -498,7 +498,7 @@ class FlatParts:
         unit: The module whose they are.
         names: Modules in it, and the name of a parameter there; of a tied one all of them.
         shapes: Of each, before it was sharded.
-        require_grad: Whether each does.
+        requires_grad: Whether the one that they are kept in does, and so all of them in a step: as soon as one is trained.
         same: For each, the number of the one that it is tied to, or its own.
         dtype: What they are kept in.
         gathered: What they are gathered in, if that was said.
@@ -507,7 +507,7 @@ class FlatParts:
     unit: torch.nn.Module
     names: list[tuple[torch.nn.Module, str]]
     shapes: list[torch.Size]
-    require_grad: list[bool]
+    requires_grad: bool
     same: list[int]
     dtype: torch.dtype
     gathered: torch.dtype | None
@@ -520,7 +520,7 @@ def flat_parts_of(wrapper: Any) -> FlatParts:
         unit=wrapper.module,
         names=[],
         shapes=[],
-        require_grad=[],
+        requires_grad=_is_trained(flat),
         same=[],
         dtype=torch.float32 if flat is None else flat.dtype,
         gathered=wrapper.mixed_precision.param_dtype,
@@ -529,20 +529,28 @@ def flat_parts_of(wrapper: Any) -> FlatParts:
         return parts
     written = vars(flat)
     for info, shape in zip(written["_param_infos"], written["_shapes"], strict=True):
-        # A parameter of its own, with use_orig_params, may be frozen while others are not.
-        own = info.module._parameters.get(info.param_name)
-        requires_grad = flat.requires_grad if own is None else own.requires_grad
         parts.same.append(len(parts.names))
         parts.names.append((info.module, info.param_name))
         parts.shapes.append(shape)
-        parts.require_grad.append(requires_grad)
     for info in written["_shared_param_infos"]:
         first = parts.names.index((info.prim_module, info.prim_param_name))
         parts.same.append(first)
         parts.names.append((info.module, info.param_name))
         parts.shapes.append(parts.shapes[first])
-        parts.require_grad.append(parts.require_grad[first])
     return parts
+
+
+def _is_trained(flat: Any) -> bool:
+    """Whether a flat parameter will require grad in the next forward."""
+    if flat is None:
+        return False
+    own = []
+    for info in vars(flat)["_param_infos"]:
+        parameter = info.module._parameters.get(info.param_name)
+        if parameter is not None:
+            own.append(parameter.requires_grad)
+    # With use_orig_params the user's own parameters say so, and the flat one is told when a forward begins.
+    return any(own) if own else bool(flat.requires_grad)
 
 
 def sharded_parameters(module: torch.nn.Module) -> list[Any]:

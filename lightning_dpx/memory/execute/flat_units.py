@@ -105,8 +105,10 @@ def _make_whole(flat: FlatParts, stack: ExitStack) -> None:
         stack.callback(refill, held, dict(held))
         held.pop(FLAT_PARAMETER, None)
     made = list[nn.Parameter]()
-    for shape, requires_grad in zip(flat.shapes, flat.require_grad, strict=True):
-        made.append(nn.Parameter(torch.empty(shape, dtype=flat.dtype, device="meta"), requires_grad))
+    # They are views of the flat parameter in a step. So frozen ones beside trained ones get gradients as well, and
+    # what these are made from is saved.
+    for shape in flat.shapes:
+        made.append(nn.Parameter(torch.empty(shape, dtype=flat.dtype, device="meta"), flat.requires_grad))
     for (owner, name), same in zip(flat.names, flat.same, strict=True):
         # A view that is a plain attribute, as without use_orig_params, would hide the parameter.
         if name in vars(owner):

@@ -67,15 +67,34 @@ def test_names_and_shapes_are_those_of_before_and_all_is_put_back(keeps: bool) -
     assert all(map(torch.equal, Steps(model, x).gradients(), before))
 
 
-def test_tied_parameters_stay_tied_and_fixed_ones_fixed() -> None:
+def test_tied_parameters_stay_tied_and_fixed_ones_are_trained_beside_others_of_their_unit() -> None:
     policy = ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(
         Tied(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
     )
     with unwrapped(model) as whole:
         assert whole.first.weight is whole.last.weight
-        assert not whole.fixed.weight.requires_grad
+        assert whole.fixed.weight.requires_grad
         assert whole.block.up.weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad.*:UserWarning")
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_with_frozen_parameters_take_what_is_predicted(late: bool) -> None:
+    """All of a unit, and some beside others of theirs; frozen before they are wrapped, or afterwards."""
+    plain = Model()
+    frozen = [plain.blocks[0], plain.blocks[1].down, plain.blocks[2].down]
+    for part in () if late else frozen:
+        part.requires_grad_(False)
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(
+        plain, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    for part in frozen:
+        part.requires_grad_(False)
+    x = torch.randn(2048, WIDTH)
+    peak = Steps(model, x).peak()
+    assert dpx.search_plan(model, x, budget=1.0).unplanned_peak == pytest.approx(peak, rel=0.05)
 
 
 def test_a_module_without_wrappers_is_left_alone() -> None:
