@@ -85,8 +85,8 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="a compiled module is not its own class", without="compiled modules are not recognized"
     ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": PrivateName(
-        why="no public name tells in which dtype parameters are gathered",
-        without="plans of modules with a MixedPrecisionPolicy are for another step",
+        why="no public name tells in which dtype a unit computes, nor what it gathers",
+        without="modules that fully_shard has spread cannot be planned",
     ),
     "torch.distributed.fsdp.FullyShardedDataParallel._flat_param": PrivateName(
         why="the parameters of a unit, of which no public name tells the shapes",
@@ -478,13 +478,11 @@ def end_legacy_profiler() -> Any:
     return torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
 
 
-def gathered_dtype(module: torch.nn.Module) -> torch.dtype | None:
-    """What ``fully_shard`` gathers the parameters of a unit in, where that is not what they are kept in."""
+def precision_policy_of(module: torch.nn.Module) -> Any:
+    """The ``MixedPrecisionPolicy`` of a unit of ``fully_shard``; ``None`` for any other module."""
     # Only units that `fully_shard` has made have the method.
     read_state = getattr(module, "_get_fsdp_state", None)
-    policy = None if read_state is None else getattr(read_state(), "_mp_policy", None)
-    # Without a policy parameters are gathered as they are kept.
-    return None if policy is None else policy.param_dtype
+    return None if read_state is None else getattr(read_state(), "_mp_policy", None)
 
 
 FLAT_PARAMETER = "_flat_param"  # its name in the unit, where use_orig_params is False
@@ -498,7 +496,7 @@ class FlatParts:
         unit: The module whose they are.
         names: Modules in it, and the name of a parameter there; of a tied one all of them.
         shapes: Of each, before it was sharded.
-        requires_grad: Whether the one that they are kept in does, and so all of them in a step: as soon as one is trained.
+        requires_grad: Whether the one that they are kept in does, and so all do in a step: as soon as one is trained.
         same: For each, the number of the one that it is tied to, or its own.
         dtype: What they are kept in.
         gathered: What they are gathered in, if that was said.
@@ -557,18 +555,59 @@ def sharded_parameters(module: torch.nn.Module) -> list[Any]:
     """What ``fully_shard`` keeps of every parameter of the units in ``module``, each once."""
     found: dict[int, Any] = {}
     for child in module.modules():
-        read_state = getattr(child, "_get_fsdp_state", None)
-        if read_state is None:
-            continue
-        state = read_state()
-        # Torch 2.12 and before have one group for a unit, under another name.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group]
-        for group in groups:
-            for parameter in () if group is None else group.fsdp_params:
-                found[id(parameter)] = parameter
+        for parameter in _sharded_parameters_of(child):
+            found[id(parameter)] = parameter
     return list(found.values())
+
+
+def _sharded_parameters_of(unit: torch.nn.Module) -> list[Any]:
+    """What ``fully_shard`` keeps of the parameters of one unit; nothing for any other module."""
+    read_state = getattr(unit, "_get_fsdp_state", None)
+    if read_state is None:
+        return []
+    state = read_state()
+    # Torch 2.12 and before have one group for a unit, under another name.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    found = []
+    for group in groups:
+        if group is not None:
+            found += group.fsdp_params
+    return found
+
+
+def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """What parameters of ``fully_shard`` are in a forward of their unit, by the ids of those that modules have now.
+
+    They are on the meta device, in the dtype that the unit computes in. Of one that is tensor-parallel as well, it is
+    the part of this rank.
+    """
+    found: dict[int, torch.nn.Parameter] = {}
+    for child in module.modules():
+        policy = precision_policy_of(child)
+        for one in _sharded_parameters_of(child):
+            sharded = one.sharded_param
+            dtype = sharded.dtype
+            # A unit may hold whole numbers, which it gathers as they are.
+            if policy is not None and policy.param_dtype is not None and dtype.is_floating_point:
+                dtype = policy.param_dtype
+            whole = torch.empty(one._orig_size, dtype=dtype, device="meta")
+            found[id(sharded)] = torch.nn.Parameter(_as_part(whole, one), sharded.requires_grad)
+    return found
+
+
+def _as_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
+    """``whole`` as the part of a tensor-parallel parameter, if ``sharded`` is one."""
+    # Torch 2.12 and before have it under another name, and only where there is one.
+    spec = getattr(sharded, "_unsharded_dtensor_spec", getattr(sharded, "_tp_spec", None))
+    if spec is None:
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    ).detach()
 
 
 def shard_of(parameter: Any) -> torch.Tensor:
@@ -740,13 +779,14 @@ __all__ = [
     "execution_engine", "fake_store", "FakeTensor", "FakeTensorMode", "find_compile_backend", "flatten_dense",
     "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_", "foreach_mul_", "forward_hooks_always_called",
     "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
-    "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_dtype",
+    "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_parameters",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
     "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_torch_function_mode_enabled",
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",
     "OpOverloadPacket", "OptimizedModule", "original_of", "output_metadata", "overload_name", "parameters_of",
-    "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "preserve_version_counter", "PRIVATE_NAMES", "PrivateName",
+    "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "precision_policy_of", "preserve_version_counter",
+    "PRIVATE_NAMES", "PrivateName",
     "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig", "ProfilerEventType",
     "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module", "reset_sharded",
     "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters",

@@ -29,6 +29,7 @@ from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
 from lightning_dpx.memory.execute.module_anatomy import is_sharding_hook
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
+from lightning_dpx.memory.execute.unit_casts import UnitCasts
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
@@ -37,9 +38,9 @@ from lightning_dpx.torch_compat import (
     apply_to_tensors,
     forward_hooks_of,
     forward_pre_hooks_of,
-    gathered_dtype,
-    is_traceable_wrapper_subclass,
+    gathered_parameters,
     parameters_of,
+    precision_policy_of,
 )
 
 _T = TypeVar("_T")
@@ -49,46 +50,44 @@ _T = TypeVar("_T")
 def unsharded(module: nn.Module) -> Iterator[None]:
     """A context in which ``module`` is as before ``fully_shard``, with whole meta parameters.
 
-    Raises:
-        PlanError: parameters are gathered in another dtype than they are kept in.
+    They are in the dtype that their unit computes in, which casts its inputs and outputs as it does otherwise.
+    Tensor-parallel ones are the part of this process.
     """
     with ExitStack() as stack:
-        known: dict[int, nn.Parameter] = {}  # tied ones stay tied
-        for path, child in module.named_modules():
-            for hooks in (forward_pre_hooks_of(child), forward_hooks_of(child)):
-                # Before anything is changed: what fails half-way is put back as well.
-                stack.callback(refill, hooks, OrderedDict(hooks))
-                # They gather parameters from other processes, and on fakes there is nothing to
-                # gather.
-                for key, hook in list(hooks.items()):
-                    if is_sharding_hook(hook):
-                        del hooks[key]
+        whole = gathered_parameters(module)  # tied ones stay tied
+        for child in module.modules():
+            _replace_hooks(child, stack)
             if "_apply" not in vars(child):  # that of a unit goes on to the sharded parameters
                 vars(child)["_apply"] = partial(apply_to_tensors, child)
                 stack.callback(vars(child).pop, "_apply", None)
             parameters = parameters_of(child)
             stack.callback(refill, parameters, dict(parameters))
             for name, parameter in parameters.items():
-                if parameter is None or not is_traceable_wrapper_subclass(parameter):
-                    continue
-                if id(parameter) not in known:
-                    # The shape of a distributed tensor is that of all of its parts together.
-                    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    known[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
-                parameters[name] = known[id(parameter)]
-            _check_dtype(path, child)
+                parameters[name] = whole.get(id(parameter), parameter)
         yield
 
 
-def _check_dtype(path: str, child: nn.Module) -> None:
-    """Refuses a unit that computes in another dtype than that of its parameters."""
-    dtype = gathered_dtype(child)
-    if dtype is not None:
-        raise PlanError(
-            f"fully_shard gathers the parameters of {path or 'the model'} in {dtype} "
-            "(MixedPrecisionPolicy), and a plan would be for another step. Make it before fully_shard, and apply it "
-            "afterwards; or use autocast."
-        )
+def _replace_hooks(child: nn.Module, stack: ExitStack) -> None:
+    """Takes away what gathers parameters from other processes, for on fakes there is nothing to gather."""
+    policy = precision_policy_of(child)
+    before = forward_pre_hooks_of(child)
+    after = forward_hooks_of(child)
+    for hooks in (before, after):
+        # Before anything is changed: what fails half-way is put back as well.
+        stack.callback(refill, hooks, OrderedDict(hooks))
+        for key, hook in list(hooks.items()):
+            if not is_sharding_hook(hook):
+                continue
+            if policy is None or not _casts(policy):
+                del hooks[key]
+                continue
+            # In its place, as others see what has been cast, or what is yet to be.
+            casts = UnitCasts(policy)
+            hooks[key] = casts.before if hooks is before else casts.after
+
+
+def _casts(policy: Any) -> bool:
+    return policy.output_dtype is not None or (policy.param_dtype is not None and policy.cast_forward_inputs)
 
 
 def profile_unsharded(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.apply import profile_module
 from lightning_dpx.memory.sharding import plan_of_first_rank, unsharded
-from tests.memory.sharded_program import WIDTH, Model, Steps, sharded
+from tests.memory.sharded_program import WIDTH, Model, Steps, followed, sharded
 from tests.programs import start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
@@ -93,12 +94,42 @@ def test_what_another_unit_makes_is_kept() -> None:
     assert refused["blocks.2.up:1"] == "", "it is made from parameters of its own unit"
 
 
+def sharded_in_blocks(inner: MixedPrecisionPolicy, outer: MixedPrecisionPolicy) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (1,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=inner)
+    return fully_shard(model, mesh=mesh, mp_policy=outer)
+
+
+HALVES = MixedPrecisionPolicy(torch.bfloat16)
+POLICIES = [
+    (HALVES, HALVES),
+    (HALVES, MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)),
+    (MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32), MixedPrecisionPolicy()),
+    (MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False), HALVES),
+]
+
+
 @pytest.mark.usefixtures("one_process")
-def test_parameters_that_are_gathered_in_another_dtype_are_refused_with_what_to_do() -> None:
-    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(dpx.PlanError, match=r"in torch\.bfloat16 .*Make it before fully_shard"):
-        dpx.search_plan(model, torch.randn(64, WIDTH), budget=0.5)
-    Steps(model, torch.randn(64, WIDTH)).run()
+@pytest.mark.parametrize(("inner", "outer"), POLICIES)
+@pytest.mark.parametrize("budget", [0.6, None])
+def test_units_are_planned_in_the_dtypes_of_their_policy(
+    inner: MixedPrecisionPolicy, outer: MixedPrecisionPolicy, budget: float | None
+) -> None:
+    steps = Steps(sharded_in_blocks(inner, outer), torch.randn(2048, WIDTH))
+    before = steps.gradients()
+    unplanned = steps.peak()
+    plan = dpx.search_plan(steps.model, steps.x, budget=budget)
+    assert plan.unplanned_peak == pytest.approx(unplanned, rel=0.05)
+    found = followed(steps, plan, dpx.estimate_cost(steps.model, plan, steps.x)["peak"])
+    assert found["dropped"]
+    assert found["same"]
+    # Gathered parameters are small here, and come on top.
+    assert found["peak"] == pytest.approx(found["predicted"], rel=0.05)
+    assert found["peak"] < 0.75 * unplanned
+    assert all(map(torch.equal, steps.gradients(), before))
 
 
 def test_without_processes_a_plan_is_made_here() -> None:

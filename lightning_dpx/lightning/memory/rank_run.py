@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_overridden
@@ -27,7 +26,6 @@ from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded
 from lightning_dpx.memory.absent_ranks import absent_ranks, shard_units
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
-from lightning_dpx.torch_compat import gathered_dtype
 
 _CLOSE = 32  # a peak that is less than such a part of the budget below it is good enough
 _MOST_TRIES = 6  # plans for one budget: what sharding adds is known only when a plan is followed
@@ -144,22 +142,10 @@ def _forecast(step: _RankStep, ranks: Ranks, mesh: Any, progress: Progress) -> D
     if isinstance(budget, float):
         budget = int(budget * (sum(held.values()) + memory.peak))
     found = _RankForecast(step, ranks, memory, held)
-    if _gathers_in_another_dtype(step.module):
-        if budget is not None:
-            raise PlanError(
-                "A plan is made from the module as it was before fully_shard, and with a MixedPrecisionPolicy that is "
-                "another step: leave out the budget, or use autocast (precision: bf16-mixed)."
-            )
-        activations = memory.peak - memory.gathered - memory.gradients
-        return DryRun((found.of(memory, activations, activations),), (), _no_plan)
     progress(f"profiling a step on {step.rows} rows")
     profile = step.profile()
     forecast = found.planned(profile, budget)  # type: ignore[arg-type]
     return DryRun((forecast,), (profile,), lambda _, room: found.plan(profile, room))
-
-
-def _no_plan(_forecast: DeviceForecast, _room: int) -> MemoryPlan:
-    raise BudgetError("There is no plan of this step.")
 
 
 def _require_units(module: LightningModule, ranks: Ranks, mesh: Any) -> None:
@@ -177,10 +163,6 @@ def _require_units(module: LightningModule, ranks: Ranks, mesh: Any) -> None:
             f"It is not known what fully_shard is called on: configure_model() of {type(module).__name__} {done}. Name "
             "the modules by --shard-units, once for each, such as --shard-units 'model.layers.*' --shard-units model."
         )
-
-
-def _gathers_in_another_dtype(module: nn.Module) -> bool:
-    return any(gathered_dtype(child) is not None for child in module.modules())
 
 
 class _RankForecast:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.flat_units import holds_views, is_flat_unit
+from lightning_dpx.memory.execute.unit_casts import UnitCasts
 from lightning_dpx.python_objects.object_graph import CopiedEmpty
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.process_generators import GeneratorWatch
@@ -199,5 +200,10 @@ def _is_parameter(entry: torch.Tensor | None) -> bool:
 
 
 def is_sharding_hook(hook: Any) -> bool:
-    """Whether ``fully_shard`` has registered it, to gather parameters before a forward and free them afterwards."""
+    """Whether ``fully_shard`` has registered it, to gather parameters before a forward and free them afterwards.
+
+    So is what stands there while that is off.
+    """
+    if isinstance(getattr(hook, "__self__", None), UnitCasts):
+        return True
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
