@@ -498,8 +498,8 @@ class FlatParts:
         shapes: Of each, before it was sharded.
         requires_grad: Whether the one that they are kept in does, and so all do in a step: as soon as one is trained.
         same: For each, the number of the one that it is tied to, or its own.
-        dtype: What they are kept in.
-        gathered: What they are gathered in, if that was said.
+        dtype: What they are gathered in.
+        policy: The ``MixedPrecision`` of the unit.
     """
 
     unit: torch.nn.Module
@@ -508,20 +508,22 @@ class FlatParts:
     requires_grad: bool
     same: list[int]
     dtype: torch.dtype
-    gathered: torch.dtype | None
+    policy: Any
 
 
 def flat_parts_of(wrapper: Any) -> FlatParts:
     """The parameters of one unit of ``FullyShardedDataParallel``, none where others have them all."""
     flat = wrapper._flat_param
+    policy = wrapper.mixed_precision
+    kept = torch.float32 if flat is None else flat.dtype
     parts = FlatParts(
         unit=wrapper.module,
         names=[],
         shapes=[],
         requires_grad=_is_trained(flat),
         same=[],
-        dtype=torch.float32 if flat is None else flat.dtype,
-        gathered=wrapper.mixed_precision.param_dtype,
+        dtype=policy.param_dtype or kept,
+        policy=policy,
     )
     if flat is None:
         return parts

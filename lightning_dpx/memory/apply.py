@@ -117,8 +117,7 @@ def search_plan(
         The plan, for :func:`apply_plan` or ``DPXStrategy(plan=...)``; nothing follows it yet.
 
     Raises:
-        PlanError: ``FullyShardedDataParallel`` gathers parameters in another dtype (``MixedPrecision``);
-            the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
+        PlanError: the budget cannot be met, with the smallest that can; or there is nothing to plan; or neither fake
             tensors nor real ones can run the step.
         ConfigurationError: an argument has a value that is not allowed.
 

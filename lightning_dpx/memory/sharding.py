@@ -29,7 +29,8 @@ from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
 from lightning_dpx.memory.execute.module_anatomy import is_sharding_hook
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
-from lightning_dpx.memory.execute.unit_casts import UnitCasts
+from lightning_dpx.memory.execute.unit_casts import UnitCasts, is_cast
+from lightning_dpx.memory.execute.unit_casts import as_taken_by as as_taken_by
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
@@ -70,24 +71,22 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 def _replace_hooks(child: nn.Module, stack: ExitStack) -> None:
     """Takes away what gathers parameters from other processes, for on fakes there is nothing to gather."""
     policy = precision_policy_of(child)
+    casts = UnitCasts(None, None)
+    if policy is not None:
+        casts = UnitCasts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
     before = forward_pre_hooks_of(child)
     after = forward_hooks_of(child)
     for hooks in (before, after):
         # Before anything is changed: what fails half-way is put back as well.
         stack.callback(refill, hooks, OrderedDict(hooks))
         for key, hook in list(hooks.items()):
-            if not is_sharding_hook(hook):
+            if not is_sharding_hook(hook) or is_cast(hook):
                 continue
-            if policy is None or not _casts(policy):
+            if not casts.needed:
                 del hooks[key]
                 continue
             # In its place, as others see what has been cast, or what is yet to be.
-            casts = UnitCasts(policy)
             hooks[key] = casts.before if hooks is before else casts.after
-
-
-def _casts(policy: Any) -> bool:
-    return policy.output_dtype is not None or (policy.param_dtype is not None and policy.cast_forward_inputs)
 
 
 def profile_unsharded(

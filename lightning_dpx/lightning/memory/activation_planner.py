@@ -34,6 +34,7 @@ from lightning_dpx.memory import (
     Profile,
     applied_plan,
     apply_plan,
+    as_taken_by,
     bytes_of_budget,
     complete_plan,
     describe_cut,
@@ -235,7 +236,11 @@ class ActivationPlanner(Callback):
         def step_on(inputs: Any) -> Callable[[], torch.Tensor | None]:
             def step() -> torch.Tensor | None:
                 with log.recording_alone(module), trainer.precision_plugin.train_step_context():
-                    arguments = arguments_of_step(module.training_step, inputs, batch_idx)
+                    given = inputs
+                    if isinstance(trainer.strategy, FSDPStrategy):
+                        # Its step is called through the wrapper, which casts what it is given.
+                        given = as_taken_by(module, inputs)
+                    arguments = arguments_of_step(module.training_step, given, batch_idx)
                     return end_of_step(module, module.training_step(*arguments))
 
             return step

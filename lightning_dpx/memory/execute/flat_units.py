@@ -20,8 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.errors import PlanError
-from lightning_dpx.torch_compat import FLAT_PARAMETER, FlatParts, flat_parts_of, parameters_of, submodules_of
+from lightning_dpx.memory.execute.unit_casts import UnitCasts
+from lightning_dpx.torch_compat import (
+    FLAT_PARAMETER,
+    FlatParts,
+    buffers_of,
+    flat_parts_of,
+    parameters_of,
+    submodules_of,
+)
 
 # Units whose wrappers are off at the moment, which nothing else tells from other modules.
 _OFF: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -54,25 +61,24 @@ def _wrapper_class() -> Any:
 def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
     """A context in which wrappers of FSDP1 are off, and parameters are whole and on the meta device.
 
+    They are in the dtype that their unit computes in; inputs and buffers are cast as the wrappers do otherwise.
+
     Args:
         module: Any; one without wrappers stays as it is.
 
     Yields:
         The module without its own wrapper, if it is one.
-
-    Raises:
-        PlanError: parameters are gathered in another dtype than they are kept in.
     """
     wrappers = [(path, child) for path, child in module.named_modules() if isinstance(child, _wrapper_class())]
     with ExitStack() as stack:
         # All are read before the first is changed: a wrapper that is off is not found any more.
         parts = [flat_parts_of(wrapper) for _, wrapper in wrappers]
-        for (path, _), flat in zip(wrappers, parts, strict=True):
-            _check_dtype(path, flat)
         for flat in parts:
             _make_whole(flat, stack)
-        for _, wrapper in wrappers:
+        for (path, wrapper), flat in zip(wrappers, parts, strict=True):
             unit = inside(wrapper)
+            is_outermost = not any(_holds(other, path) for other, _ in wrappers)
+            _cast_as(flat.policy, unit, stack, is_outermost=is_outermost)
             _OFF.add(unit)
             stack.callback(_OFF.discard, unit)
         for parent in list(module.modules()):
@@ -85,14 +91,35 @@ def unwrapped(module: nn.Module) -> Iterator[nn.Module]:
         yield inside(module)
 
 
-def _check_dtype(path: str, flat: FlatParts) -> None:
-    """Refuses a unit that computes in another dtype than that of its parameters."""
-    if flat.gathered not in (None, flat.dtype):
-        raise PlanError(
-            f"FullyShardedDataParallel gathers the parameters of {path or 'the model'} in {flat.gathered} "
-            f"(MixedPrecision) and keeps them in {flat.dtype}: a plan would be for another step. Keep them in that "
-            "dtype (in Lightning, precision='bf16-true'), or use fully_shard and autocast (ModelParallelStrategy)."
-        )
+def _holds(outer: str, path: str) -> bool:
+    """Whether the module at ``path`` is inside the one at ``outer``."""
+    return path != outer and (outer == "" or path.startswith(f"{outer}."))
+
+
+def _cast_as(policy: Any, unit: nn.Module, stack: ExitStack, *, is_outermost: bool) -> None:
+    """Casts inputs and buffers of ``unit`` as its wrapper does; ``stack`` undoes it."""
+    casts_inputs = policy.cast_forward_inputs or (is_outermost and policy.cast_root_forward_inputs)
+    casts = UnitCasts(policy.param_dtype if casts_inputs else None, None)
+    if casts.needed:
+        hook = unit.register_forward_pre_hook(casts.before, prepend=True, with_kwargs=True)
+        stack.callback(hook.remove)
+    if policy.buffer_dtype is None:
+        return
+    # The first forward casts them, for good.
+    for child in _own_parts(unit):
+        buffers = buffers_of(child)
+        stack.callback(refill, buffers, dict(buffers))
+        for name, buffer in buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                buffers[name] = buffer.to(policy.buffer_dtype)
+
+
+def _own_parts(part: nn.Module) -> Iterator[nn.Module]:
+    """``part`` and what is in it, but for units that are."""
+    yield part
+    for child in submodules_of(part).values():
+        if child is not None and not isinstance(child, _wrapper_class()):
+            yield from _own_parts(child)
 
 
 def _make_whole(flat: FlatParts, stack: ExitStack) -> None:

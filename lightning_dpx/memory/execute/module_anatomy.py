@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.flat_units import holds_views, is_flat_unit
-from lightning_dpx.memory.execute.unit_casts import UnitCasts
+from lightning_dpx.memory.execute.unit_casts import is_cast
 from lightning_dpx.python_objects.object_graph import CopiedEmpty
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.process_generators import GeneratorWatch
@@ -204,6 +204,4 @@ def is_sharding_hook(hook: Any) -> bool:
 
     So is what stands there while that is off.
     """
-    if isinstance(getattr(hook, "__self__", None), UnitCasts):
-        return True
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+    return is_cast(hook) or str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")

@@ -106,7 +106,8 @@ class WrapsOnHost(FSDPStrategy):
         super().__init__(process_group_backend="gloo", auto_wrap_policy={Block}, **options)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+        dtypes = self.mixed_precision_config
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), mixed_precision=dtypes, **self.kwargs)
 
 
 class OptionsOfDDP(DDPStrategy):
@@ -121,7 +122,10 @@ OPTIONS = [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradi
 
 
 def trained(
-    callbacks: list[Any], kind: type[LightningModule] = Sharded, strategy: Strategy | None = None
+    callbacks: list[Any],
+    kind: type[LightningModule] = Sharded,
+    strategy: Strategy | None = None,
+    precision: Any = "32-true",
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
     module = kind()
@@ -133,6 +137,7 @@ def trained(
         strategy=strategy or ModelParallelStrategy(),
         callbacks=callbacks,
         max_epochs=1,
+        precision=precision,
         enable_progress_bar=False,
         **options,
     )
@@ -154,10 +159,10 @@ def main(rank: int, port: str) -> None:
         "peaks": [planner.profile.peak, planner.plan.budget] if planner.profile is not None else [],
     }
     found["wrapped"] = []
-    for keeps in (True, False):
-        planner = dpx.ActivationPlanner(budget=0.5)
-        without = trained([], Wrapped, WrapsOnHost(use_orig_params=keeps))
-        planned = trained([planner], Wrapped, WrapsOnHost(use_orig_params=keeps))
+    for keeps, precision in ((True, "32-true"), (False, "32-true"), (True, "bf16-mixed")):
+        planner = dpx.ActivationPlanner(budget=0.6)
+        without = trained([], Wrapped, WrapsOnHost(use_orig_params=keeps), precision)
+        planned = trained([planner], Wrapped, WrapsOnHost(use_orig_params=keeps), precision)
         dropped = sorted(planner.plan.dropped | planner.plan.replayed)
         found["wrapped"].append([all(map(torch.equal, without, planned)), dropped])
     found["copied"] = []

@@ -43,9 +43,10 @@ def test_all_processes_follow_the_plan_of_the_first(found: list[dict[str, Any]])
 
 
 def test_a_module_that_fsdp_wraps_trains_to_the_same_bits_with_a_plan(found: list[dict[str, Any]]) -> None:
-    """With parameters that stay the user's own, and with flat ones instead; names are those of before."""
+    """With parameters that stay the user's own, with flat ones, in half precision; names are those of before."""
     first, second = (one["wrapped"] for one in found)
     assert first == second
+    assert len(first) == 3
     for same, dropped in first:
         assert same
         assert dropped

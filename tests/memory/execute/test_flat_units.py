@@ -138,8 +138,46 @@ def test_a_call_that_holds_a_unit_is_not_made_again() -> None:
     assert call.obstacle == "a unit of FullyShardedDataParallel in it meets the other processes"
 
 
-def test_parameters_that_are_gathered_in_another_dtype_are_refused_with_what_to_do() -> None:
-    model = wrapped(use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    with pytest.raises(dpx.PlanError, match=r"in torch\.bfloat16 .*'bf16-true'\), or use fully_shard"):
-        dpx.search_plan(model, torch.randn(64, WIDTH), budget=0.5)
-    Steps(model, torch.randn(64, WIDTH)).run()
+class Scaled(Model):
+    """A buffer of the outermost unit, which takes part in what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale.to(x.dtype))
+
+
+POLICIES = [
+    MixedPrecision(param_dtype=torch.bfloat16),
+    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
+    MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True, cast_root_forward_inputs=False),
+    MixedPrecision(reduce_dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_units_are_planned_in_the_dtype_that_they_compute_in(policy: MixedPrecision, runs_before: bool) -> None:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        Scaled(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        mixed_precision=policy,
+    )
+    x = torch.randn(2048, WIDTH)
+    steps = Steps(model, x)
+    if runs_before:  # which casts buffers
+        steps.run()
+    plan = dpx.search_plan(model, x, budget=0.6)
+    buffer = model.module.scale
+    assert buffer.dtype is (policy.buffer_dtype if runs_before and policy.buffer_dtype else torch.float32)
+    before = steps.gradients()
+    assert plan.unplanned_peak == pytest.approx(steps.peak(), rel=0.05)
+    dpx.apply_plan(model, plan)
+    assert plan.dropped
+    assert all(map(torch.equal, steps.gradients(), before))
+    assert steps.peak() == pytest.approx(plan.peak, rel=0.05)
