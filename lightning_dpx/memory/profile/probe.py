@@ -15,6 +15,7 @@ import torch
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
 from lightning_dpx.torch_compat import (
+    COLLECTIVES,
     DisableAutocast,
     FakeTensor,
     disable_current_modes,
@@ -71,6 +72,9 @@ class Probe:
             kwargs: Likewise, by name.
             out: What it gave for them.
         """
+        # It would wait for other processes, which are not here, or take what they send to the step.
+        if func.namespace in COLLECTIVES:
+            return None
         # Views, allocations and copies take nothing inside; what writes, draws or looks at numbers
         # would do something else on zeros.
         if schema_of(func).is_mutable or func.is_view or func in _MAKES_NOTHING or not _UNTRIED.isdisjoint(func.tags):
