@@ -605,11 +605,23 @@ def _as_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
     spec = getattr(sharded, "_unsharded_dtensor_spec", getattr(sharded, "_tp_spec", None))
     if spec is None:
         return whole
+    return _distributed(whole, spec)
+
+
+def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A distributed tensor (DTensor) like ``tensor``, of which this process has ``part``."""
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    made = _distributed(part, spec)
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _distributed(part: torch.Tensor, spec: Any) -> torch.Tensor:
+    # Slow to import, and there already where it is needed.
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    ).detach()
+    # No process is asked anything: all know the whole.
+    made = DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    return made.detach()
 
 
 def shard_of(parameter: Any) -> torch.Tensor:
@@ -794,5 +806,5 @@ __all__ = [
     "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters",
     "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "TorchDispatchMode", "tree_flatten",
     "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "user_cache_dir",
-    "version_counter", "view_base", "weak_storage", "with_memory_in",
+    "version_counter", "view_base", "weak_storage", "with_memory_in", "with_part",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.apply import profile_module
@@ -129,6 +130,30 @@ def test_units_are_planned_in_the_dtypes_of_their_policy(
     # Gathered parameters are small here, and come on top.
     assert found["peak"] == pytest.approx(found["predicted"], rel=0.05)
     assert found["peak"] < 0.75 * unplanned
+    assert all(map(torch.equal, steps.gradients(), before))
+
+
+def sharded_in_two_dims() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+@pytest.mark.usefixtures("one_process")
+def test_units_that_are_tensor_parallel_as_well_are_planned() -> None:
+    steps = Steps(sharded_in_two_dims(), torch.randn(2048, WIDTH))
+    before = steps.gradients()
+    unplanned = steps.peak()
+    plan = dpx.search_plan(steps.model, steps.x, budget=0.93)
+    found = followed(steps, plan, plan.peak)
+    assert found["dropped"]
+    assert found["same"]
+    assert found["peak"] <= plan.peak * 1.05
+    assert found["peak"] < 0.97 * unplanned
     assert all(map(torch.equal, steps.gradients(), before))
 
 

@@ -18,7 +18,7 @@ import torch
 
 from lightning_dpx.memory.execute.recipes import VIEWS
 from lightning_dpx.memory.execute.values import refuse
-from lightning_dpx.torch_compat import key_of, on_distributed_tensors, output_metadata, version_counter
+from lightning_dpx.torch_compat import FakeTensor, key_of, on_distributed_tensors, output_metadata, version_counter
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -94,7 +94,7 @@ def part_of(tensor: Any) -> torch.Tensor | None:
     entries = [getattr(tensor, name) for name in names]
     parts = [entry for entry in entries if isinstance(entry, torch.Tensor)]
     # The result of a collective that is under way has another type; to read it would be to wait.
-    if len(parts) != 1 or type(parts[0]) is not torch.Tensor:
+    if len(parts) != 1 or type(parts[0]) not in (torch.Tensor, FakeTensor):
         return None
     return parts[0].detach()
 

@@ -51,9 +51,11 @@ from lightning_dpx.torch_compat import (
     gathered_bytes,
     is_traceable_wrapper_subclass,
     mark_as_parameter,
+    on_distributed_tensors,
     parameters_of,
     schema_of,
     tree_map_only,
+    with_part,
 )
 
 aten: Any = torch.ops.aten
@@ -484,6 +486,9 @@ def _fake_parts_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake of ``tensor`` on ``device``, of the mode that is active."""
+    if on_distributed_tensors((type(tensor),)):
+        part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+        return with_part(tensor, _fake_of(part, device))
     if type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
         raise TypeError(f"there is no fake of a {type(tensor).__name__} with layout {tensor.layout}")
     # Strides as they are: kernels and views depend on them.
