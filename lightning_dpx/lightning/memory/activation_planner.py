@@ -80,7 +80,7 @@ class ActivationPlanner(Callback):
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or the Trainer has two of these.
         PlanError: the budget cannot be met, or ``plan`` does not belong to the model.
-        UnsupportedError: the strategy is DeepSpeed's.
+        UnsupportedError: the strategy is DeepSpeed's, or a budget was given for steps by hand of a sharded module.
 
     Examples:
         >>> planner = dpx.ActivationPlanner(budget="200MiB")
@@ -137,6 +137,8 @@ class ActivationPlanner(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts a plan that was given on the module."""
+        if not self._given:
+            _refuse_sharded_steps_by_hand(trainer, pl_module)
         if self._given and self.plan is not None:
             apply_plan(_outermost(trainer, pl_module), self.plan)
             if self.plan.micro_batches > 1:
@@ -294,6 +296,22 @@ class ActivationPlanner(Callback):
         self.plan = plan
         self._profiles = profiles
         return plan
+
+
+def _refuse_sharded_steps_by_hand(trainer: Trainer, module: LightningModule) -> None:
+    """Refuses steps that cannot be planned, before the first of them.
+
+    Raises:
+        UnsupportedError: the module is sharded, and its steps are by hand.
+    """
+    # The module itself runs on fake tensors, as there can be no copy of it, and the optimizers
+    # that its step calls are the real ones: they would step.
+    if not module.automatic_optimization and sharded_units(_outermost(trainer, module)):
+        raise UnsupportedError(
+            f"ActivationPlanner was given a budget, and plans steps of a sharded module with automatic optimization "
+            f"only; {type(module).__name__} has automatic_optimization=False. Give it a plan to follow instead, "
+            "ActivationPlanner(plan=...): one of the same step with automatic optimization, or of search_plan."
+        )
 
 
 def _outermost(trainer: Trainer, module: LightningModule) -> nn.Module:

@@ -40,6 +40,20 @@ class Sharded(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class ByHand(Sharded):
+    """Its optimizer steps after every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class Copied(Sharded):
     """Every process has all of it, and a branch that every second step takes."""
 
@@ -158,6 +172,13 @@ def main(rank: int, port: str) -> None:
         "dropped": sorted(planner.plan.dropped | planner.plan.replayed),
         "peaks": [planner.profile.peak, planner.plan.budget] if planner.profile is not None else [],
     }
+    found["by_hand"] = {"refused": ""}
+    try:
+        trained([dpx.ActivationPlanner(budget=0.5)], ByHand)
+    except dpx.UnsupportedError as error:
+        found["by_hand"]["refused"] = str(error)
+    follower = dpx.ActivationPlanner(plan=planner.plan)
+    found["by_hand"]["same"] = all(map(torch.equal, trained([], ByHand), trained([follower], ByHand)))
     found["wrapped"] = []
     for keeps, precision in ((True, "32-true"), (False, "32-true"), (True, "bf16-mixed")):
         planner = dpx.ActivationPlanner(budget=0.6)

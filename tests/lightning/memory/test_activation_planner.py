@@ -79,3 +79,12 @@ def test_a_trainer_has_one_planner_whose_budget_counts(tmp_path: Path) -> None:
     )
     with pytest.raises(dpx.ConfigurationError, match="has 2 ActivationPlanner callbacks; give one"):
         trainer.fit(BoringModel())
+
+
+def test_steps_by_hand_of_a_sharded_module_follow_a_plan_and_get_none(found: list[dict[str, Any]]) -> None:
+    """Their optimizers would step while a step is profiled."""
+    for one in found:
+        assert one["by_hand"]["refused"].startswith(
+            "ActivationPlanner was given a budget, and plans steps of a sharded module with automatic optimization only"
+        )
+        assert one["by_hand"]["same"]
