@@ -631,6 +631,16 @@ def shard_of(parameter: Any) -> torch.Tensor:
     return shard
 
 
+def is_offloaded(parameter: Any) -> bool:
+    """Whether one of :func:`sharded_parameters` has its part, and that of its gradient, on the host."""
+    return bool(vars(parameter)["offload_to_cpu"])
+
+
+def unpin(parameter: Any) -> None:
+    """From now on one of :func:`sharded_parameters` is not moved to pinned memory."""
+    parameter.pin_memory = False
+
+
 def gathered_bytes(parameters: Sequence[Any]) -> int:
     """Bytes of those of :func:`sharded_parameters` that are whole now; torch resizes their storages unseen."""
     total = 0
@@ -795,7 +805,8 @@ __all__ = [
     "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
     "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_parameters",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
-    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_torch_function_mode_enabled",
+    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_offloaded",
+    "is_torch_function_mode_enabled",
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",
     "OpOverloadPacket", "OptimizedModule", "original_of", "output_metadata", "overload_name", "parameters_of",
@@ -805,6 +816,6 @@ __all__ = [
     "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module", "reset_sharded",
     "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters",
     "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "TorchDispatchMode", "tree_flatten",
-    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "user_cache_dir",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "unpin", "user_cache_dir",
     "version_counter", "view_base", "weak_storage", "with_memory_in", "with_part",
 ]  # fmt: skip

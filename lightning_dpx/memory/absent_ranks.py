@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.torch_compat import fake_store, is_traceable_wrapper_subclass
@@ -38,6 +40,16 @@ def absent_ranks(num_ranks: int) -> Iterator[Any]:
         yield init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     finally:
         dist.destroy_process_group()
+
+
+class NothingPinned(TorchFunctionMode):
+    """Tensors stay where they are, instead of in pinned memory: that takes an accelerator, and none need be there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls ``func`` unless it pins."""
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def shard_units(module: nn.Module, patterns: Sequence[str], mesh: Any) -> None:

@@ -23,7 +23,13 @@ from lightning_dpx.memory.apply import apply_plan, planned, remove_plan
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.fake import NO_ANSWER, FakeCosts, faked, with_or_without_numbers
 from lightning_dpx.memory.profile.profiler import Run
-from lightning_dpx.torch_compat import is_traceable_wrapper_subclass, reset_sharded, shard_of, sharded_parameters
+from lightning_dpx.torch_compat import (
+    is_offloaded,
+    is_traceable_wrapper_subclass,
+    reset_sharded,
+    shard_of,
+    sharded_parameters,
+)
 
 
 class RankMemory(NamedTuple):
@@ -41,7 +47,7 @@ class RankMemory(NamedTuple):
 
 
 class ShardBytes(NamedTuple):
-    """What a rank holds all the time, in bytes.
+    """What a rank holds all the time on its device, in bytes.
 
     Attributes:
         parameters: Its parts, with what they are padded by, and parameters that are in no unit.
@@ -58,6 +64,8 @@ def shard_bytes(module: nn.Module) -> ShardBytes:
     """What a rank holds of ``module``; that of the first rank, whose parts are the largest."""
     parameters = gradients = states = 0
     for one in sharded_parameters(module):
+        if is_offloaded(one):  # with CPUOffloadPolicy all of it is on the host, where its optimizer steps
+            continue
         shard = shard_of(one)
         parameters += shard.nbytes
         if one.sharded_param.requires_grad:
@@ -170,13 +178,17 @@ def _traced(module: nn.Module, run: Run, meter: FakeCosts, accumulates: bool) ->
     trace.resized = sharded_parameters(module)
     with trace:
         forward_backward()
+    curve = trace.curve
+    # Fakes are on the host, and a gradient that leaves for it does not move.
+    if all(map(is_offloaded, trace.resized)):
+        curve = trace.passing()
     # A gradient that outlives the step counts from the moment at which it comes.
     in_all = []
-    for here, gathered in zip(trace.curve, trace.resized_bytes, strict=True):
+    for here, gathered in zip(curve, trace.resized_bytes, strict=True):
         in_all.append(here + gathered)
     peak = max(in_all, default=0)
     at = in_all.index(peak)
-    gradients = trace.curve[at] - trace.passing()[at]
+    gradients = curve[at] - trace.passing()[at]
     _forget_gradients(module)
     return RankMemory(peak, trace.resized_bytes[at], gradients)
 

@@ -1,7 +1,8 @@
 """What a rank of FSDP2 would hold in a training step, of any number of ranks, none of which need be there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from lightning_dpx.lightning.memory.dry_run import (
 from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded_units
-from lightning_dpx.memory.absent_ranks import absent_ranks, shard_units
+from lightning_dpx.memory.absent_ranks import NothingPinned, absent_ranks, shard_units
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
+from lightning_dpx.python_objects.overrides import overridden
+from lightning_dpx.torch_compat import sharded_parameters, unpin
 
 _CLOSE = 32  # a peak that is less than such a part of the budget below it is good enough
 _MOST_TRIES = 6  # plans for one budget: what sharding adds is known only when a plan is followed
@@ -66,7 +69,7 @@ def rank_run(
         ConfigurationError: it is not known what ``fully_shard`` is called on.
         PlanError: fake tensors cannot run the step.
     """
-    with absent_ranks(ranks.num) as mesh:
+    with absent_ranks(ranks.num) as mesh, overridden(module, configure_model=_without_pinning(module)):
         # Here configure_model() looks for it, which the Trainer calls.
         set_device_mesh(module, mesh)
         return work_on_first_batch(
@@ -77,6 +80,21 @@ def rank_run(
                 _RankStep(trainer, module, batch, settings), ranks, mesh, progress
             ),
         )
+
+
+def _without_pinning(module: LightningModule) -> Callable[[], None]:
+    """Its ``configure_model()``, with ``CPUOffloadPolicy`` on a machine without an accelerator as well."""
+    configure_model = module.configure_model
+
+    @wraps(configure_model)
+    def configure() -> None:
+        with NothingPinned():
+            configure_model()
+        # Each time that the module is moved they would be pinned again.
+        for parameter in sharded_parameters(module):
+            unpin(parameter)
+
+    return configure
 
 
 class _RankStep:

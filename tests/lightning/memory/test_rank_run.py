@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_everything
@@ -138,6 +138,21 @@ def test_more_ranks_hold_less_each_with_padding_and_gather_as_much() -> None:
     assert many.device == "rank 0 of 64"
     assert many.unplanned == few.unplanned
     assert many.communication >= 0.9 * few.communication
+
+
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_offloaded_to_the_host_takes_nothing_of_the_device(pins: bool, accumulate: int) -> None:
+    """Also where there is no accelerator, for which memory would be pinned."""
+
+    class OnHost(Whole):
+        def configure_model(self) -> None:
+            sharded(self.model, self.device_mesh["data_parallel"], offload_policy=CPUOffloadPolicy(pin_memory=pins))
+
+    found, usual = rank(OnHost(), accumulate=accumulate), rank(accumulate=accumulate)
+    assert (found.parameters, found.gradients, found.optimizer) == (0, 0, 0)
+    assert found.unplanned == usual.unplanned
+    assert found.unplanned < found.peak <= usual.peak - usual.parameters - usual.gradients - usual.optimizer
 
 
 def test_a_budget_that_cannot_be_met_says_what_is_needed() -> None:
