@@ -594,7 +594,8 @@ def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter
             # A unit may hold whole numbers, which it gathers as they are.
             if policy is not None and policy.param_dtype is not None and dtype.is_floating_point:
                 dtype = policy.param_dtype
-            whole = torch.empty(one._orig_size, dtype=dtype, device="meta")
+            # An attribute that only instances have, so that it is in no table of names.
+            whole = torch.empty(vars(one)["_orig_size"], dtype=dtype, device="meta")
             found[id(sharded)] = torch.nn.Parameter(_as_part(whole, one), sharded.requires_grad)
     return found
 
@@ -605,22 +606,23 @@ def _as_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
     spec = getattr(sharded, "_unsharded_dtensor_spec", getattr(sharded, "_tp_spec", None))
     if spec is None:
         return whole
-    return _distributed(whole, spec)
+    return _distributed(whole, spec.mesh, spec)
 
 
 def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A distributed tensor (DTensor) like ``tensor``, of which this process has ``part``."""
-    spec: Any = tensor._spec  # type: ignore[attr-defined]
-    made = _distributed(part, spec)
+    like: Any = tensor.detach()
+    made = _distributed(part, like.device_mesh, like)
     return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
 
-def _distributed(part: torch.Tensor, spec: Any) -> torch.Tensor:
+def _distributed(part: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:
     # Slow to import, and there already where it is needed.
     from torch.distributed.tensor import DTensor
 
+    stride = like.stride() if callable(like.stride) else like.stride
     # No process is asked anything: all know the whole.
-    made = DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    made = DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
     return made.detach()
 
 
