@@ -79,6 +79,14 @@ class SharedContainers:
         leading = self._graph_of(value).leading()
         return any(id(container) in leading for container, _ in self._watched[attribute])
 
+    def before(self, attribute: Attribute) -> list[tuple[Any, list[Any]]]:
+        """The containers behind an attribute that have changed, and what they held; of large ones that is not known."""
+        found = []
+        for (container, mark), content in zip(self._watched[attribute], self._contents[attribute], strict=True):
+            if content is not None and _mark(container) != mark:
+                found.append((container, content))
+        return found
+
     def grown(self) -> Iterator[Attribute]:
         """The attributes behind which a container has another number of items."""
         for attribute, entries in self._watched.items():
