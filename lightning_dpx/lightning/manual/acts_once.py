@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -33,6 +34,7 @@ _VIEW: ContextVar[View | None] = ContextVar("lightning_dpx_view", default=None)
 # One for each block of `viewed` that is open anywhere in the process. While there is none, no caller need ask for the
 # current view: Lightning asks a strategy for its module 40 times a step, and a context variable costs 40 ns each time.
 OPEN_VIEWS: list[View | None] = []
+_EXCHANGED: WeakSet[type] = WeakSet()  # the subclasses that ask a view
 
 
 def current_view() -> Any:
@@ -54,23 +56,6 @@ def viewed(view: View | None) -> Iterator[None]:
         # Which entry goes does not matter, since only their number is asked for.
         OPEN_VIEWS.pop()
         _VIEW.reset(token)
-
-
-class ActsOnce:
-    """Asks the view of the calling replica for its attributes."""
-
-    def __getattribute__(self, name: str) -> Any:
-        # Python asks for special attributes by itself, as in isinstance(), and the
-        # class must answer.
-        view = None if name.startswith("__") else current_view()
-        return super().__getattribute__(name) if view is None else view.attribute(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        view = None if name.startswith("__") else current_view()
-        if view is None:
-            super().__setattr__(name, value)
-        else:
-            view.assign(self, name, value)
 
 
 def plain_attribute(owner: Any, name: str) -> Any:
@@ -107,7 +92,7 @@ class Exchanged:
         for owner in owners:
             # An object is met more than once: by itself, in its wrapper, or in the middle
             # of a step.
-            if not isinstance(owner, ActsOnce):
+            if not acts_once(owner):
                 self._classes.append((owner, type(owner)))
                 owner.__class__ = self._subclass_of(type(owner))
 
@@ -118,9 +103,36 @@ class Exchanged:
         self._classes = []
 
     def _subclass_of(self, kind: type) -> type:
-        """A class of the same name, a subclass of ``kind`` that asks the calling replica's view."""
         if kind not in self._subclasses:
-            # Code that looks at the name of an optimizer's class finds the one that it knows.
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-            self._subclasses[kind] = type(kind.__name__, (ActsOnce, kind), names)
+            self._subclasses[kind] = _make_subclass(kind)
+            _EXCHANGED.add(self._subclasses[kind])
         return self._subclasses[kind]
+
+
+def acts_once(owner: Any) -> bool:
+    """Whether the class of ``owner`` is exchanged at present."""
+    return type(owner) in _EXCHANGED
+
+
+def _make_subclass(kind: Any) -> type:
+    """A class of the same name, a subclass of ``kind`` that asks the calling replica's view for attributes."""
+
+    # No other base: before a class with an abstract one its objects would have another layout, and Python refuses to
+    # exchange the class of an object for one of another layout.
+    class Asking(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            # Python asks for special attributes by itself, as in isinstance(), and the class must answer.
+            view = None if name.startswith("__") else current_view()
+            return super().__getattribute__(name) if view is None else view.attribute(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            view = None if name.startswith("__") else current_view()
+            if view is None:
+                super().__setattr__(name, value)
+            else:
+                view.assign(self, name, value)
+
+    # Code that looks at the name of an optimizer's class finds the one that it knows.
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Asking, name, getattr(kind, name))
+    return Asking

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dpx.errors import UnsupportedError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import LightningOptimizer
-from lightning_dpx.lightning.manual.acts_once import ActsOnce, current_view, plain_attribute, viewed
+from lightning_dpx.lightning.manual.acts_once import acts_once, current_view, plain_attribute, viewed
 from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.torch_compat import tree_map_only
 
@@ -288,7 +288,7 @@ def optimizers_checked() -> Iterator[None]:
         view = current_view()
         # One replica with all rows has the gradients of the batch, so its own optimizer
         # does no harm.
-        if view is None or view.is_alone or isinstance(optimizer, ActsOnce):
+        if view is None or view.is_alone or acts_once(optimizer):
             return
         known = {id(parameter) for parameter in view.module.parameters()}
         held = chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -1,7 +1,9 @@
 """Shared optimizers ask the view of the calling replica, and are what they were outside of its code."""
 
+from abc import ABC
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +55,25 @@ def test_inside_a_replica_attributes_are_the_views_and_elsewhere_the_optimizers_
     assert not hasattr(optimizer, "note")
     exchanged.restore()
     assert type(optimizer) is torch.optim.SGD
+
+
+class Abstract(ABC, torch.optim.SGD):
+    """Libraries put an abstract base before or behind torch's own."""
+
+
+class AlsoAbstract(torch.optim.SGD, ABC):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Abstract, AlsoAbstract])
+def test_a_class_with_an_abstract_base_is_exchanged(kind) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(1))], lr=0.1)
+    exchanged = Exchanged()
+    exchanged.add([optimizer])
+    with viewed(View()), as_rank(RANK):
+        assert optimizer.step == "step of the replica"
+    exchanged.restore()
+    assert type(optimizer) is kind
 
 
 def test_optimizers_are_found_in_attributes_and_small_containers() -> None:
