@@ -115,7 +115,7 @@ class ReplicaCall:
         self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
         # The whole batch on the user's own module, which may read what it has logged.
         self._logs_at_once = len(slices) == 1 and slices[0].replica is session.replicas.root
-        state.share()
+        state.share(by_several=len(slices) > 1)
         metrics.refresh(session.replicas.root.modules)
         # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
         metrics.gives_slices = rules.metrics_give_slices

@@ -11,14 +11,11 @@ so most of what hooks and steps change need not be carried. What is left for thi
 The cost of a step grows with the number of attributes, not with what they hold.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
@@ -27,8 +24,9 @@ from lightning_dpx.replicas.attribute_watch import AttributeWatch
 from lightning_dpx.replicas.counterparts import Counterparts
 from lightning_dpx.replicas.hook_copies import HookCopies
 from lightning_dpx.replicas.mirrors import Mirrors
-from lightning_dpx.replicas.remote_tensor import version_of
+from lightning_dpx.replicas.parameter_attributes import ParameterAttributes
 from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.seen_values import SeenTensor, is_still, remembered
 from lightning_dpx.replicas.shared_containers import SharedContainers
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
@@ -48,6 +46,7 @@ class PythonState:
     Attributes:
         unseen: What steps change.
         hooks: Those of the user, on the first replica's submodules and parameters.
+        of_parameters: What the user and libraries have set on parameters.
     """
 
     def __init__(
@@ -71,10 +70,13 @@ class PythonState:
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
-        self._seen = [_remembered(self._own(child)) for child in self._modules[0]]
+        self._seen = [remembered(self._own(child)) for child in self._modules[0]]
         self._expected: dict[int, list[dict[str, Any]]] = {}
         self._watches = self._new_watches()
         self.hooks: HookCopies = HookCopies(replicas, self._modules, partial(self._counterparts.there, lazily=True))
+        self.of_parameters: ParameterAttributes = ParameterAttributes(
+            replicas, partial(self._counterparts.there, lazily=True)
+        )
         if not self._others:
             return
         for index, child in enumerate(self._modules[0]):
@@ -92,8 +94,11 @@ class PythonState:
 
     # ---- before a step ----
 
-    def share(self) -> None:
+    def share(self, *, by_several: bool = True) -> None:
         """Before a step, first of all: the replicas get what was set on the user's module since the last one.
+
+        Args:
+            by_several: Whether others than the first replica run it.
 
         Raises:
             ReplicationError: submodules were added or removed.
@@ -115,6 +120,9 @@ class PythonState:
         # Only now: what was rebound has been noted on the way, by _send and by _restore.
         self.unseen.end(self._modules[0])
         self._sync_mirrors()
+        # Gradients of every row may hang there, which replicas that idle need not keep.
+        if by_several:
+            self.of_parameters.follow()
         self._rebound.clear()
         self._begun = True
 
@@ -140,10 +148,10 @@ class PythonState:
         now = self._own(child)
         self._watches[0].note(index)
         # A module with a tensor is looked at in every step, and mostly is as it was.
-        if len(seen) == len(now) and all(map(_is_still, seen.values(), now.values())) and seen.keys() == now.keys():
+        if len(seen) == len(now) and all(map(is_still, seen.values(), now.values())) and seen.keys() == now.keys():
             return
         for key, value in now.items():
-            if key not in seen or not _is_still(seen[key], value):
+            if key not in seen or not is_still(seen[key], value):
                 self._send(index, key, value)
         # What was deleted on the user's module is gone on its replicas as well.
         for key in seen.keys() - now.keys():
@@ -153,7 +161,7 @@ class PythonState:
             for replica in self._others:
                 vars(self._modules[replica.index][index]).pop(key, None)
                 self._expected[replica.index][index].pop(key, None)
-        self._seen[index] = _remembered(now)
+        self._seen[index] = remembered(now)
 
     def _send(self, index: int, key: str, value: Any) -> None:
         self._forget_mirrors(index, key)
@@ -269,7 +277,7 @@ class PythonState:
         for index in self._watches[0].suspects():
             seen = self._seen[index]
             for key, value in self._own(self._modules[0][index]).items():
-                if key not in seen or not _is_still(seen[key], value):
+                if key not in seen or not is_still(seen[key], value):
                     self._rebound.add((index, key))
 
     def put_back(self) -> None:
@@ -287,7 +295,7 @@ class PythonState:
             for key, value in self._own(self._modules[0][index]).items():
                 if key not in seen:
                     del state[key]
-                elif not _is_still(seen[key], value) and not isinstance(seen[key], _SeenTensor):
+                elif not is_still(seen[key], value) and not isinstance(seen[key], SeenTensor):
                     state[key] = seen[key]
 
     # ---- what is shared, and what is mirrored ----
@@ -359,25 +367,3 @@ def _modules_of(kept: Iterable[Any]) -> set[int]:
         if isinstance(module, nn.Module):
             found.update(map(id, module.modules()))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _SeenTensor:
-    """A tensor as it was; held weakly, or the graph behind it would outlive the step."""
-
-    tensor: "weakref.ref[torch.Tensor]"
-    version: int
-
-
-def _remembered(attributes: dict[str, Any]) -> dict[str, Any]:
-    seen = dict(attributes)
-    for key, value in attributes.items():
-        if isinstance(value, torch.Tensor):
-            seen[key] = _SeenTensor(weakref.ref(value), version_of(value))
-    return seen
-
-
-def _is_still(seen: Any, value: object) -> bool:
-    if isinstance(seen, _SeenTensor):
-        return isinstance(value, torch.Tensor) and seen.tensor() is value and seen.version == version_of(value)
-    return seen is value

@@ -237,11 +237,20 @@ class ModuleCopy:
             # sharing.
             is_private = isinstance(child, self._private) or not _can_be_a_shell(child)
             (private if is_private else shared).extend(_attribute_values(child))
+        # Those of subclasses were copied together with them.
+        attributed = [parameter for parameter in self._module.parameters() if _has_attributes(parameter)]
+        for parameter in attributed:
+            (private if nn.Module in self._private else shared).extend(vars(parameter).values())
         placed = prepare_memo(
             memo, shared, private, place=self._placed, is_boundary=self._is_boundary, module=self._module
         )
         self.hidden = [(tensor, memo[id(tensor)]) for tensor in placed]
         made: nn.Module = copy.deepcopy(self._module, memo)
+        for parameter in attributed:
+            copied = memo.get(id(parameter))
+            # Given ones are another replica's, which has seen to theirs.
+            if copied is not None and copied is not parameter and id(copied) not in self._staying:
+                vars(copied).update(copy.deepcopy(vars(parameter), memo))
         if self._device is not None:
             given = [(parameter, parameter.data) for parameter in made.parameters() if id(parameter) in self._staying]
             # Given parameters may lie elsewhere, as those of a shifted part do, and stay there:
@@ -285,6 +294,10 @@ class ModuleCopy:
         graph = ObjectGraph(is_module_or_parameter, self._is_boundary)
         graph.walk([value])
         return id(value) in graph.leading()
+
+
+def _has_attributes(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and bool(vars(parameter))
 
 
 def _blamed(path: str, is_all: bool, error: Exception) -> str:

@@ -328,6 +328,13 @@ class Rehearsal:
         # By hand, optimizers write parameters inside of the step, as they should.
         if self._step.guest.written and not self._step.by_hand:
             raise writes_parameters(self._step.guest.written)
+        if whole.set_on_parameters:
+            names = ", ".join(whole.set_on_parameters[:3])
+            raise SlicesFail(
+                f"It, or its backward, sets attributes of parameters ({names}), which in slices are of the rows of a "
+                "slice, and what reads them, such as an optimizer, finds those of the first replica alone.",
+                "For all devices to take part, keep on parameters what an optimizer or a hook between steps sets.",
+            )
         if whole.read_back:
             names = ", ".join(map(repr, sorted(whole.read_back)))
             raise SlicesFail(

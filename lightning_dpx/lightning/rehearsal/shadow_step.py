@@ -1,7 +1,7 @@
 """A step on a shadow of the user's module: how the strategy runs it there, and what is seen of it."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -173,7 +173,7 @@ class ShadowStep:
 
         for optimizer in copies["_optimizers"]:
             # Before a step, as a step by hand often zeroes its gradients right after it.
-            optimizer.register_step_pre_hook(note)
+            _call_before_steps(optimizer, note)
         return copies
 
     def context(self) -> Any:
@@ -318,3 +318,13 @@ def _uses_tf32() -> bool:
         return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # the process has used torch's other way of asking for it
         return True
+
+
+def _call_before_steps(optimizer: Any, note: Callable[..., None]) -> None:
+    """``note`` is called before each step of ``optimizer``, or of what that wraps."""
+    try:
+        optimizer.register_step_pre_hook(note)
+    except AttributeError:  # a wrapper that has not called the constructor of Optimizer calls no hooks
+        for held in vars(optimizer).values():
+            if isinstance(held, Optimizer):
+                _call_before_steps(held, note)

@@ -24,6 +24,7 @@ from lightning_dpx.replicas import (
     numbers_of,
     without_graphs,
 )
+from lightning_dpx.replicas.parameter_attributes import attributes_of_parameters, newly_set
 
 
 class WholeRun:
@@ -116,6 +117,7 @@ class WholeRun:
         # that the next one appends to.
         lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
         numbers = numbers_of(own_attributes_of(shadow))
+        on_parameters = attributes_of_parameters(shadow.named_parameters())
         with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
             call = partial(self._call, log, writes)
             seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
@@ -132,6 +134,7 @@ class WholeRun:
         # One device needs no rules, as there is one slice.
         step.note_writes(writes, replicas, MergeRules(), seen)
         step.finish(seen, final, shadow, list(shadow.parameters()))
+        seen.set_on_parameters = newly_set(shadow.named_parameters(), on_parameters)
 
     def _call(self, log: StepLog, writes: BatchWrites, batch_slice: BatchSlice) -> Any:
         """The user's step."""

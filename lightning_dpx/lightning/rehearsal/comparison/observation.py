@@ -53,11 +53,13 @@ class Observation:
         numbers: Of attributes, after the step of one device.
         changed_numbers: Which of them it has changed.
         logger_calls: Methods of loggers that the step has called itself.
+        set_on_parameters: Attributes of parameters that the step or its backward has set, on one device.
     """
 
     loss: torch.Tensor | None = None
     output: Any = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    set_on_parameters: list[str] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     magnified: dict[str, float] = field(default_factory=dict)
     logged: dict[str, Logged] = field(default_factory=dict)
