@@ -511,3 +511,38 @@ def test_a_count_that_begins_again_does_so_by_all_rows(kind: Any, execution: str
     assert (ours.calls, ours.count, ours.seen) == (one.calls, one.count, one.seen)
     assert ours.rows_seen.compute() == one.rows_seen.compute()
     assert_equal(ours.state_dict(), one.state_dict())
+
+
+class SecondOrder(torch.optim.SGD):
+    """Divides gradients by the diagonal of the Hessian, which it takes from the graph that backward has left."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        curvatures = torch.autograd.grad(gradients, parameters, [torch.ones_like(one) for one in gradients])
+        for parameter, gradient, curvature in zip(parameters, gradients, curvatures, strict=True):
+            parameter.grad = gradient.detach() / (1 + curvature.abs())
+        super().step()
+        return loss
+
+
+class KeepsTheGraph(Scored):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward(create_graph=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SecondOrder(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own about create_graph=True
+def test_gradients_with_a_graph_are_those_of_the_whole_batch() -> None:
+    loader = DataLoader(tensor(48), 16)
+    expected = KeepsTheGraph()
+    make_trainer(max_epochs=2).fit(expected, loader, loader)
+    model = KeepsTheGraph()
+    strategy = dpx.DPXStrategy(execution="inline")
+    with pytest.warns(UserWarning, match="creates a graph of the gradients"):
+        make_trainer(max_epochs=2, strategy=strategy, devices=2).fit(model, loader, loader)
+    assert_equal(dict(model.state_dict()), dict(expected.state_dict()))

@@ -328,6 +328,9 @@ class Rehearsal:
         # By hand, optimizers write parameters inside of the step, as they should.
         if self._step.guest.written and not self._step.by_hand:
             raise writes_parameters(self._step.guest.written)
+        # By hand, slices hear of it when they ask for one.
+        if whole.keeps_graph:
+            raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")
         if whole.set_on_parameters:
             names = ", ".join(whole.set_on_parameters[:3])
             raise SlicesFail(

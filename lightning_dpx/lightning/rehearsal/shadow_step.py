@@ -205,6 +205,7 @@ class ShadowStep:
                         # strategy's own reduction.
                         step.reduce()
                 seen.loss = loss.detach().cpu()
+            seen.keeps_graph = any(one.grad is not None and one.grad.requires_grad for one in owners)
             seen.gradients = {
                 name: host_copy(one.grad) for name, one in zip(names, owners, strict=True) if one.grad is not None
             }

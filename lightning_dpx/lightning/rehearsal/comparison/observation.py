@@ -38,6 +38,7 @@ class Observation:
         loss: After merging, and after the user's hook over the whole batch; on the host.
         output: What the step itself returned.
         gradients: Of the owners, by parameter; on the host. In manual optimization, of every optimizer step.
+        keeps_graph: Whether gradients have a graph of their own after the backward (``create_graph=True``).
         weights: After a step of manual optimization, by parameter; on the host.
         magnified: How many times larger a rounding of an old weight is in the new one, where that was looked at.
         logged: By name.
@@ -59,6 +60,7 @@ class Observation:
     loss: torch.Tensor | None = None
     output: Any = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    keeps_graph: bool = False
     set_on_parameters: list[str] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     magnified: dict[str, float] = field(default_factory=dict)
