@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -544,5 +544,44 @@ def test_gradients_with_a_graph_are_those_of_the_whole_batch() -> None:
     model = KeepsTheGraph()
     strategy = dpx.DPXStrategy(execution="inline")
     with pytest.warns(UserWarning, match="creates a graph of the gradients"):
+        make_trainer(max_epochs=2, strategy=strategy, devices=2).fit(model, loader, loader)
+    assert_equal(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+class Membrane(nn.Module):
+    """Its class resets all of its instances at once, as a library of spiking networks does."""
+
+    instances: ClassVar[list["Membrane"]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.potential: Any = 0.0
+        self.instances.append(self)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.potential = self.potential * 0.5 + rows
+        return self.potential
+
+
+class ResetByClass(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.membrane = Membrane()
+
+    def scores(self, batch: Any) -> torch.Tensor:
+        for instance in Membrane.instances:
+            instance.potential = 0.0
+        for _ in range(2):
+            potential = self.membrane(super().scores(batch))
+        return potential
+
+
+def test_modules_that_code_finds_by_their_class_have_whole_batches() -> None:
+    loader = DataLoader(tensor(48), 16)
+    expected = ResetByClass()
+    make_trainer(max_epochs=2).fit(expected, loader, loader)
+    model = ResetByClass()
+    strategy = dpx.DPXStrategy(execution="inline")
+    with pytest.warns(UserWarning, match=r"listed in Membrane\.instances"):
         make_trainer(max_epochs=2, strategy=strategy, devices=2).fit(model, loader, loader)
     assert_equal(dict(model.state_dict()), dict(expected.state_dict()))

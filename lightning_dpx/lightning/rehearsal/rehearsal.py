@@ -37,6 +37,7 @@ from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 from lightning_dpx.lightning.rehearsal.slice_check import SliceCheck
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.python_objects.class_registries import class_registries
 from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging.rule_search import Finding
@@ -92,9 +93,24 @@ class Rehearsal:
             NotRehearsed: nothing could be.
             SlicesFail: the slices raise where the whole batch does not.
         """
+        self._check_registries()
         outcome = self._visited(self._on_first_batch)
         outcome.settle_numbers()
         return outcome
+
+    def _check_registries(self) -> None:
+        """Refuses slices for modules that code finds by their class: a copy is not there, so no comparison shows it.
+
+        Raises:
+            SlicesFail: there are some.
+        """
+        names = class_registries(self._module)
+        if names:
+            raise SlicesFail(
+                f"Parts of the module are listed in {', '.join(names[:3])}, by which code finds those of the first "
+                "replica alone.",
+                "For all devices to take part, find them by modules(), and keep no list of instances on a class.",
+            )
 
     def look_again(
         self,
