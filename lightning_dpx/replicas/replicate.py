@@ -530,19 +530,37 @@ def _make_shells(module: nn.Module, memo: Memo) -> list[tuple[nn.Module, nn.Modu
     """
     states: list[tuple[nn.Module, nn.Module, Any]] = []
     children = list(modules_without(module, memo))
+    places = set(map(id, children))
     themselves = [child for child in children if not _can_be_a_shell(child)]
     # Such a module may be made by its constructor, from finished copies of what it holds.
     inside: set[int] = set()
     for child in themselves:
         inside.update(map(id, child.modules()))
-    for child in children:
-        if id(child) not in inside:
+    # Parts first: a module that takes its state by a method of its own may go through its parts, which need theirs.
+    for child in _parts_first(module):
+        if id(child) in places and id(child) not in inside:
             shell = _empty(type(child))
             memo[id(child)] = shell
             states.append((child, shell, _state_of(child)))
     # A compiled module looks at the one that it compiles when it gets its state.
     states.sort(key=lambda state: isinstance(state[1], OptimizedModule))
     return states
+
+
+def _parts_first(module: nn.Module) -> list[nn.Module]:
+    """``module`` and all submodules, each once and after all of its own."""
+    ordered: list[nn.Module] = []
+    seen: set[int] = set()
+    waiting = [(module, False)]
+    while waiting:
+        child, has_parts_before = waiting.pop()
+        if has_parts_before:
+            ordered.append(child)
+        elif id(child) not in seen:
+            seen.add(id(child))
+            waiting.append((child, True))
+            waiting.extend((part, False) for part in submodules_of(child).values() if part is not None)
+    return ordered
 
 
 def _state_of(child: nn.Module) -> Any:

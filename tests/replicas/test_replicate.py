@@ -279,3 +279,24 @@ def test_where_no_attribute_fails_the_error_blames_none() -> None:
     message = r"copied to cpu: Sequential fails with TypeError: no state.*copy\.deepcopy has to work"
     with pytest.raises(dpx.ReplicationError, match=message):
         replicate(nn.Sequential(KeepsItsState()), [CPU, CPU])
+
+
+class GoesThroughItsParts(nn.Module):
+    """Its own way of taking a state looks at the modules that it is made of, as guides of probabilistic models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(2, 2)
+        self.parts = nn.Sequential(nn.Sequential(self.shared), nn.ReLU())
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.names = [name for name, _ in self.named_modules()]
+
+
+def test_a_module_takes_its_state_after_its_parts() -> None:
+    module = nn.Sequential(GoesThroughItsParts(), nn.Linear(2, 2))
+    module.append(module[0].shared)
+    _, twin = replicate(module, [CPU, CPU])
+    assert twin.module[0].names == ["", "shared", "parts", "parts.0", "parts.1"]
+    assert twin.module[2] is twin.module[0].parts[0][0]
