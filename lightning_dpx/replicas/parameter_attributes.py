@@ -5,9 +5,12 @@ what the user's parameters have; what steps set themselves is of one slice, so t
 """
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from lightning_dpx.replicas.replica import Replica
@@ -74,14 +77,24 @@ def attributes_of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> dict[
 
 
 def newly_set(named: Iterable[tuple[str, nn.Parameter]], before: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of attributes that any of the parameters has got, or has another value of, since ``before``."""
+    """The names of attributes with numbers that any of the parameters has got, or has others of, since ``before``."""
     found: dict[str, None] = {}
     for name, parameter in named:
         seen = before.get(name, {})
         for key, value in vars(parameter).items():
-            if not _is_known(seen, key, value) and value is not None:
+            if _holds_values(value) and not _is_known(seen, key, value):
                 found[key] = None
     return list(found)
+
+
+def _holds_values(value: Any) -> bool:
+    """Whether it is what may have been computed from rows; a reference to a module, or a flag, is not."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_values, value.values()))
+    if isinstance(value, list | tuple | deque):
+        return any(map(_holds_values, value))
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return is_number or isinstance(value, torch.Tensor | np.ndarray)
 
 
 def _is_known(seen: Mapping[str, Any], key: str, value: object) -> bool:

@@ -1,6 +1,7 @@
 """What is set on parameters reaches those of the other replicas, and only what has changed travels."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -70,8 +71,8 @@ def test_what_a_step_sets_is_seen_and_what_it_takes_back_is_not() -> None:
     before = attributes_of_parameters(module.named_parameters())
     weight.count += 1
     weight.count -= 1
-    weight.missing = None
+    weight.missing, weight.is_used, weight.owner = None, True, weakref.ref(module)
     assert newly_set(module.named_parameters(), before) == []
     weight.old.mul_(2)
-    weight.per_row = torch.ones(3)
+    weight.per_row = [torch.ones(3)]
     assert newly_set(module.named_parameters(), before) == ["old", "per_row"]
