@@ -77,6 +77,21 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.data  # the caller may want its gradient
 
 
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy without history on ``device``, of the class and with the attributes of ``tensor``."""
+    is_other = (
+        isinstance(tensor, nn.Parameter) or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+    # Parameters are made anew by those who copy them, and a class with operators of its own knows how it is copied.
+    if type(tensor) is torch.Tensor or is_other:
+        copied = tensor.detach().to(device, copy=True)
+        return copied if is_other else _with_attributes(copied, tensor)
+    # Past the methods of the class: its own ``to`` may look for attributes that ``detach`` has left behind.
+    with DisableTorchFunctionSubclass():
+        data = tensor.as_subclass(torch.Tensor).detach().to(device, copy=True)
+        return _with_attributes(data.as_subclass(type(tensor)), tensor)
+
+
 def _with_attributes(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     for name, value in whole.__dict__.items():
         part.__dict__.setdefault(name, value)

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_dpx.devices import device_beside
 from lightning_dpx.python_objects.object_graph import ATOMS
+from lightning_dpx.replicas.array_slices import copied_to
 from lightning_dpx.replicas.mirrors import Mirrors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
@@ -53,16 +54,15 @@ class Counterparts:
             return value
         memo = self._memo(replica)
         if isinstance(value, torch.Tensor) and id(value) not in memo:
-            plain = value.detach()
-            device = device_beside(plain, self._root.device, replica.device)
+            device = device_beside(value, self._root.device, replica.device)
             # A step of the first replica may write it in place before another one looks at it.
-            lazily = lazily and plain.numel() > _FEW
-            return RemoteTensor(plain, device) if lazily else plain.to(device, copy=True)
+            lazily = lazily and value.numel() > _FEW and _is_plain(value)
+            return RemoteTensor(value.detach(), device) if lazily else copied_to(value, device)
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             device = device_beside(tensor, self._root.device, replica.device)
             if not isinstance(tensor, nn.Parameter):
-                return RemoteTensor(tensor.detach(), device)
+                return RemoteTensor(tensor.detach(), device) if _is_plain(tensor) else copied_to(tensor, device)
             # Hooks average such parameters in place: each replica needs a copy to write to, and
             # its hidden tensors follow the first one's before every step.
             copied = like_parameter(tensor, tensor.detach().to(device, copy=True))
@@ -111,3 +111,8 @@ class Counterparts:
                     memo[id(mine)] = theirs
             self._memos[place] = memo
         return self._memos[place]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has no methods and attributes of its own, which what stands for it would have to have as well."""
+    return type(tensor) in (torch.Tensor, RemoteTensor) and (type(tensor) is RemoteTensor or not vars(tensor))

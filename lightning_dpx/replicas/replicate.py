@@ -41,6 +41,7 @@ from lightning_dpx.python_objects.object_graph import (
     is_tensor_or_module,
 )
 from lightning_dpx.python_objects.own_attributes import is_made_from_state
+from lightning_dpx.replicas.array_slices import copied_to
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
@@ -692,7 +693,7 @@ def _copied(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     # It would fetch its values to its own device first, to have them copied once more.
     if isinstance(tensor, RemoteTensor):
         tensor = source_of(tensor)
-    return tensor.detach().to(device or tensor.device, copy=True)
+    return copied_to(tensor, device or tensor.device)
 
 
 def like_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

@@ -442,3 +442,45 @@ def test_sums_in_a_mapping_that_slices_cannot_give_are_told_of_in_the_first_batc
     """Later ones are not looked at again once the first was as on one device."""
     with pytest.raises(dpx.ParityError, match=r"what steps add up in self\.sums is the first slice's part only"):
         fitted(SumsByClass, strategy=dpx.DPXStrategy(execution=execution, verify="raise"), devices=2)
+
+
+class Labelled(torch.Tensor):
+    """Names its columns, as libraries of physics do: its methods look for them, and ``detach`` forgets them."""
+
+    labels: tuple[str, ...]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved: Any = super().to(*args, **kwargs)
+        moved.labels = self.labels
+        return moved
+
+    def column(self, label: str) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)[:, self.labels.index(label)]
+
+
+def labelled(rows: torch.Tensor) -> Labelled:
+    made: Any = rows.as_subclass(Labelled)
+    made.labels = ("x", "y")
+    return made
+
+
+class KeepsLabelled(Classifier):
+    """One is there from the beginning, one comes from a hook, and a list gets one of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: Any = labelled(torch.ones(3, 2))
+        self.by_epoch: list[Any] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.points = labelled(torch.full((3, 2), 1.0 + self.current_epoch, device=self.device))
+        self.by_epoch.append(self.points)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        return loss * self.points.column("y").mean() * self.by_epoch[-1].column("x").mean()
+
+
+def test_tensors_of_a_class_with_attributes_keep_both_on_every_replica(execution) -> None:
+    ours = fitted(KeepsLabelled, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    assert_equal(dict(ours.state_dict()), dict(fitted(KeepsLabelled).state_dict()))
