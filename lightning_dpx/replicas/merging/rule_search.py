@@ -107,7 +107,8 @@ class Search:
         return self._objects(whole, parts, path)
 
     def _mappings(self, whole: Mapping[Any, Any], parts: Sequence[Any], path: str) -> list[Finding]:
-        if all(part.keys() == whole.keys() for part in parts) and whole:
+        # By its keys: a mapping of a library may have no truth value, or the length of its batch.
+        if all(part.keys() == whole.keys() for part in parts) and len(whole.keys()):
             return self._children(whole, parts, path)
         joined: dict[Any, Any] = {}
         for part in parts:

@@ -221,3 +221,21 @@ def test_a_mean_over_tokens_takes_the_weights_of_the_loss() -> None:
     empty = Weights(rows=(3, 2), of_loss=(0, 4))
     rules = MergeRules(logged={"x": Rule(kind="loss mean")})
     assert rules.merge_logged("x", [torch.tensor(math.nan), torch.tensor(3.0)], empty, CPU).item() == 3.0
+
+
+class Columns(dict[str, torch.Tensor]):
+    """A mapping as long as its batch, and without a truth value, as tensordicts are."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values())))
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("A mapping of tensors has no truth value.")
+
+
+def test_a_mapping_without_a_truth_value_is_one_by_its_keys() -> None:
+    rows = torch.arange(14.0, dtype=torch.float64).view(7, 2)
+    search = Search(weights=Weights(rows=(4, 3), of_loss=(4.0, 3.0)), tolerance=EXACT)
+    found = search.examine(Columns(x=rows), [Columns(x=rows[:4]), Columns(x=rows[4:])], "out")
+    assert (found[0].path, found[0].rules[0].kind) == ("out", "children")
+    assert all(one.rules for one in found)
