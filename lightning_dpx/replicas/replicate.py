@@ -121,8 +121,26 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
             with _staying(shared):
                 copying = ModuleCopy(module, target, kept, parameters, private, given.values())
                 copied = copying.make()
+            _check_same_parameters(module, copied)
             replicas.append(Replica(len(replicas), target, copied, HiddenTensors(copying.hidden)))
     return tuple(replicas)
+
+
+def _check_same_parameters(module: nn.Module, copied: nn.Module) -> None:
+    """A class that lists its parameters itself, or shares them between its parts, may not do so in a copy.
+
+    Raises:
+        ReplicationError: the copy has others.
+    """
+    mine = {name for name, _ in module.named_parameters()}
+    theirs = {name for name, _ in copied.named_parameters()}
+    if mine == theirs and len(list(copied.parameters())) == len(list(module.parameters())) == len(mine):
+        return
+    others = ", ".join(sorted(mine ^ theirs)[:3]) or "another number of them"
+    raise ReplicationError(
+        f"The module cannot be copied: its copy has other parameters ({others}). copy.deepcopy and named_parameters() "
+        "have to agree on it."
+    )
 
 
 @contextmanager

@@ -300,3 +300,21 @@ def test_a_module_takes_its_state_after_its_parts() -> None:
     _, twin = replicate(module, [CPU, CPU])
     assert twin.module[0].names == ["", "shared", "parts", "parts.0", "parts.1"]
     assert twin.module[2] is twin.module[0].parts[0][0]
+
+
+class ListsItsParametersItself(nn.Module):
+    """A copy forgets under which names its parts share a parameter, and finds them under others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.known = {id(self.linear.weight)}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name if id(parameter) in self.known else f"other.{name}", parameter
+
+
+def test_a_copy_with_other_parameters_is_refused() -> None:
+    with pytest.raises(dpx.ReplicationError, match="its copy has other parameters"):
+        replicate(ListsItsParametersItself(), [CPU, CPU])
