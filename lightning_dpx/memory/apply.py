@@ -5,7 +5,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.arguments import check_is_module, is_number, is_whole_number
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
+from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.replays import Replays
@@ -422,6 +423,7 @@ class AppliedPlan:
 
     Attributes:
         plan: Likewise.
+        calls: What forwards call together of the modules whose calls are counted, see :meth:`count_calls`.
         values: What drops values and computes them again; ``None`` where the plan drops none and nobody watches.
     """
 
@@ -454,6 +456,7 @@ class AppliedPlan:
             self._replays = Replays(module, plan.replayed, alike)
         if plan.dropped or watches:
             self.values = hooks_for_values(module, plan, watches=watches)
+        self.calls: CallCounts = CallCounts()
         if not self._has_nothing_to_do:
             # The root's own hooks: first of all, so that what other hooks save follows the plan as
             # well, and also where forward raises, so that no thread is left inside.
@@ -490,6 +493,7 @@ class AppliedPlan:
             with (
                 nullcontext() if self.values is None else self.values.active(inputs, counts_waiting=counts),
                 nullcontext() if self._replays is None else self._replays.active(),
+                self.calls.active() if self.calls.is_on else nullcontext(),
             ):
                 yield
             self._check_peak()
@@ -610,12 +614,20 @@ class AppliedPlan:
         """
         return {} if self.values is None else self.values.unknown
 
+    def count_calls(self, paths: Collection[str]) -> None:
+        """From now on counts calls of the modules at these paths, forward by forward."""
+        # Where it watches there are values; in compiled code there can be no hooks.
+        parts = {} if self.values is None else self.values.names.parts
+        self.calls.remove()
+        self.calls = CallCounts({path: parts[path] for path in paths if path in parts})
+
     def remove(self) -> None:
         """Takes its hooks off."""
         if self.values is not None:
             self.values.remove()
         if self._replays is not None:
             self._replays.remove()
+        self.calls.remove()
         for handle in self._handles:
             handle.remove()
         self._code.remove()

@@ -15,6 +15,7 @@ from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets
+from lightning_dpx.lightning.memory.joint_calls import JointCalls
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.peak_check import PeakCheck
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
@@ -123,6 +124,8 @@ class MemoryPlanning:
         self._provisional = False  # made before the first batch, since when others may have taken memory
         self._peaks = PeakCheck()
         self._other_steps = OtherSteps()
+        self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
+        self._has_told_of_calls = False
         self.cut_costs: dict[torch.device, float] = {}
         self.runs_forward_twice = False
         self.tried: TriedSteps = {}
@@ -290,11 +293,46 @@ class MemoryPlanning:
             self.cache.forget()
         return found
 
+    def end_forward(self, replicas: ReplicaSet) -> None:
+        """Tells once if the steps that now begin their backward will exceed the budget, as they call more together."""
+        for replica in replicas.replicas:
+            joint = self._joint_calls.get(replica.device)
+            applied = applied_plan(replica.module)
+            if joint is None or applied is None or not joint.look_at(applied) or self._has_told_of_calls:
+                continue
+            self._has_told_of_calls = True
+            rank_zero_warn(
+                f"dpx: a step calls more of {type(replica.module).__name__} together than any that memory was planned "
+                f"for: its activations take about {format_mib(joint.peak)}, where memory_budget leaves "
+                f"{format_mib(joint.room)} on {self._decided[replica.device].devices[joint.device_index]}. From the "
+                "next step on memory is planned for all that such steps have called."
+            )
+
+    def plan_joint_calls(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
+        """Plans for steps that have called more together than any that was profiled, once they were seen."""
+        self.end_forward(replicas)  # of steps by hand, whose backwards are not announced
+        seen = {home: joint.step for home, joint in self._joint_calls.items() if joint.step is not None}
+        if not seen:
+            return
+        for home in seen:
+            self._joint_calls[home].step = None
+        self._take_off(replicas)
+        try:
+            self._plan(replicas, slices, static(slices), seen, "")
+        except BudgetError as error:
+            rank_zero_warn(
+                f"dpx: no plan keeps a step that calls as much of the module together within memory_budget: {error} "
+                "Such a step exceeds it."
+            )
+        finally:
+            self._put_on(replicas)
+
     def _leave_cache(self) -> None:
         """Drops what came from the cache, which does not fit the steps of this run."""
         self.cache.leave()
         self._shapes = KnownShapes()
         self._other_steps = OtherSteps()
+        self._joint_calls.clear()
         self._decided.clear()
 
     def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
@@ -330,7 +368,10 @@ class MemoryPlanning:
         decided = dict[torch.device, _Decided]()
         for home, here in by_device(slices).items():
             known = self._decided[home].seen if home in self._decided else ()
-            steps = [*known, seen[home]] if home in seen else list(known)
+            steps = list(known)
+            if home in seen:
+                # One that was put together has the calls of all such that came before.
+                steps = [step for step in known if not (step.is_joined and seen[home].is_joined)] + [seen[home]]
             # Where parts are shifted to, there are none; it is planned with the replicas that they belong to.
             if home in replicas.devices and steps:
                 decided[home] = self._plans_of_device(replicas, here[0], steps, static)
@@ -343,6 +384,9 @@ class MemoryPlanning:
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
         self._other_steps.plan_for(step for one in self._decided.values() for step in one.seen)
+        for home, one in decided.items():
+            before = self._joint_calls.get(home)
+            self._joint_calls[home] = JointCalls(one.seen, one.plans, before.beyond if before else None)
         self._list_plans()
         for one in decided.values():
             for index, device in enumerate(one.devices):
@@ -481,7 +525,9 @@ class MemoryPlanning:
             known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
             # Watched, as only the steps themselves show that they save something
             # else than the profiled one.
-            apply_plan(replica.module, known_plan, watches=True)
+            applied = apply_plan(replica.module, known_plan, watches=True)
+            if replica.device in self._joint_calls:
+                self._joint_calls[replica.device].count_in(applied)
         self._peaks.restart()
 
     def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> str:
@@ -572,6 +618,8 @@ class MemoryPlanning:
         self._peaks.restart()
         self._provisional = False
         self._other_steps = OtherSteps()
+        self._joint_calls.clear()
+        self._has_told_of_calls = False
         self.cache.start()
         self.cut_costs = {}
         self.plans.clear()

@@ -25,10 +25,12 @@ class SeenStep:
     Attributes:
         profiles: One for each of the devices that it runs on.
         sharing: How many replicas' steps share each of them.
+        is_joined: Whether it was put together from several, see joint_calls.py.
     """
 
     profiles: tuple[Profile, ...]
     sharing: tuple[int, ...]
+    is_joined: bool = False
 
 
 def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlice]]:

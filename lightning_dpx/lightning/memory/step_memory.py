@@ -221,6 +221,7 @@ class StepMemory(NoStepMemory):
             # As the step itself would begin, so that a profile takes the same branches.
             self._session.replicas.python_state.share()
             self._plan(self._step)
+        self._planning.plan_joint_calls(self._session.replicas, slices, self._static_memory)
         self._planning.confirm(self._session.replicas, slices, self._static_memory)
         self._planning.begin_step()
 
@@ -249,6 +250,7 @@ class StepMemory(NoStepMemory):
         session = self._session
         step = self._session.step
         known = self._step
+        self._planning.end_forward(session.replicas)
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
         can_repeat = self.repeats_steps and not step.holds_gradients and session.module.automatic_optimization
         if known is None or not can_repeat:

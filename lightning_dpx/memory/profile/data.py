@@ -214,6 +214,7 @@ class Profile:
         codes: Calls of compiled parts.
         adding: Events at which more would be there if backward found gradients on parameters that have none, and added
             new ones to them; and how many bytes more. Empty for a step that finds them.
+        called: How often each module is called with gradients, by path; empty where calls were not counted.
     """
 
     values: tuple[SavedValue, ...]
@@ -240,6 +241,7 @@ class Profile:
     units: str = ""
     codes: tuple[CompiledCall, ...] = ()
     adding: tuple[tuple[int, int], ...] = ()
+    called: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:

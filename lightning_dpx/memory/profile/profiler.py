@@ -28,6 +28,7 @@ from torch import nn
 
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
+from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
@@ -218,6 +219,7 @@ def _with_planned_steps(
 def _watched(step: _Step) -> Profile:
     """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
     names = CallNames(step.module)
+    counts = CallCounts()
     meter = step.meter
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
@@ -240,8 +242,10 @@ def _watched(step: _Step) -> Profile:
             # be found out.
             names.again = _Every()
             step.stand_in_for_gradients()
-            return _full_step(step, names, lifetimes)
+            counts = CallCounts(names.parts)
+            return _full_step(step, names, lifetimes, counts)
     finally:
+        counts.remove()
         names.listener = None
         names.remove()
 
@@ -307,13 +311,14 @@ class _Gradients:
                 yield event, num_bytes - without
 
 
-def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
+def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: CallCounts) -> Profile:
     """What a forward and its backward save, ask for and take, with everything kept.
 
     Args:
         step: Whose.
         names: Tells which module call is running.
         lifetimes: How long its tensors live by themselves.
+        counts: Counts calls.
     """
     meter = step.meter
     trace = meter.trace()
@@ -321,7 +326,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
     names.listener = hooks.calls
     gradients = _Gradients(step.module, trace)
     with trace, gradients:
-        with step.context(), hooks.active():
+        with step.context(), hooks.active(), counts.active():
             result = step.run()
         synchronize(meter.device)
         forward_events = trace.now
@@ -366,6 +371,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes) -> Profile:
         holds=holds,
         codes=codes,
         adding=tuple(gradients.adding(curve)),
+        called=tuple(sorted(counts.found.pop())),
     )
 
 

@@ -1,0 +1,110 @@
+"""Steps that call more of a module together than any step that memory is planned for.
+
+Layers may be skipped by chance, and experts chosen: each call is known from some profile, and all of them together from
+none. So calls are counted where profiles differ in them. When a forward is over whose calls no known step makes all of,
+its step is put together from those that make some. Where that exceeds the budget, memory is planned for it, too.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, forecast_plan
+from lightning_dpx.memory.profile.joined_steps import calls_in, has_calls, join_steps, varying_paths
+
+_UNNOTICED = 1.002  # times a budget
+_MOST_FORECASTS = 32  # after which only a step that keeps more than all of them is forecast
+
+
+class JointCalls:
+    """What the replicas on one device call together.
+
+    Args:
+        seen: The steps that memory is planned for, which were profiled or put together.
+        plans: One for each device that a step runs on; they decide alike.
+        beyond: Calls of steps that were beyond the budget, by path, and how often each is made.
+
+    Attributes:
+        step: One that was made and is beyond the budget, with all others that were; ``None`` without one.
+        device_index: The number of the first device where its activations are too many.
+        peak: Bytes that they take there.
+        room: Bytes that they may take.
+    """
+
+    def __init__(
+        self, seen: Sequence[SeenStep], plans: Sequence[MemoryPlan], beyond: Mapping[str, int] | None = None
+    ) -> None:
+        self.step: SeenStep | None = None
+        self.device_index: int = 0
+        self.peak: int = 0
+        self.room: int = 0
+        self.beyond: dict[str, int] = dict(beyond or {})
+        self._plans = plans
+        self._seen = seen
+        self._profiled = [step for step in seen if not step.is_joined]
+        firsts = [step.profiles[0] for step in self._profiled]
+        self._paths = varying_paths(firsts)
+        self._forecast = set[frozenset[tuple[str, int]]]()
+        self._most_kept = 0
+        # Where a step that makes all calls has room, any other one has.
+        if self._paths and self._exceeds(self._joined(_most_calls(firsts, self._paths))) is None:
+            self._paths = []
+
+    def count_in(self, applied: AppliedPlan) -> None:
+        """Counts calls in the steps that follow this plan, if any could exceed the budget."""
+        if self._paths:
+            applied.count_calls(self._paths)
+
+    def look_at(self, applied: AppliedPlan) -> bool:
+        """After a forward: whether its step is the first one that is beyond the budget since the plans were made."""
+        new = applied.calls.found - self._forecast
+        applied.calls.found.clear()
+        for found in new:
+            self._forecast.add(found)
+            calls = dict.fromkeys(self._paths, 0) | dict(found)
+            kept = self._kept_by(calls)
+            is_rarely_more = len(self._forecast) > _MOST_FORECASTS and kept <= self._most_kept
+            if is_rarely_more or any(has_calls(step.profiles[0], calls) for step in self._seen):
+                continue
+            self._most_kept = max(kept, self._most_kept)
+            step = self._joined(calls)
+            index = self._exceeds(step)
+            if index is None:
+                continue
+            is_first = self.step is None
+            for path, number in calls.items():
+                self.beyond[path] = max(number, self.beyond.get(path, 0))
+            self.step = self._joined(self.beyond)
+            self.device_index = index
+            self.peak = forecast_plan(step.profiles[index], self._plans[index]).peak
+            self.room = self._plans[index].budget or 0
+            return is_first
+        return False
+
+    def _exceeds(self, step: SeenStep) -> int | None:
+        """The number of the first device on which the step takes more than its plan allows."""
+        for index, (profile, plan) in enumerate(zip(step.profiles, self._plans, strict=True)):
+            if plan.budget is not None and forecast_plan(profile, plan).peak > plan.budget * _UNNOTICED:
+                return index
+        return None
+
+    def _joined(self, calls: Mapping[str, int]) -> SeenStep:
+        profiles = zip(*(step.profiles for step in self._profiled), strict=True)
+        joined = tuple(join_steps(of_device, calls) for of_device in profiles)
+        sharing = tuple(map(max, zip(*(step.sharing for step in self._profiled), strict=True)))
+        return SeenStep(joined, sharing, is_joined=True)
+
+    def _kept_by(self, calls: Mapping[str, int]) -> int:
+        """Bytes that the calls keep, as far as they tell steps apart."""
+        kept: dict[str, int] = {}
+        dropped = self._plans[0].dropped
+        for step in self._profiled:
+            for value in step.profiles[0].values:
+                path, _, number = value.name.rpartition(":")[0].partition("#")
+                if int(number or 1) <= calls.get(path, 0) and value.name not in dropped:
+                    kept[value.name] = max(value.num_bytes, kept.get(value.name, 0))
+        return sum(kept.values())
+
+
+def _most_calls(profiles: Sequence[Profile], paths: Sequence[str]) -> dict[str, int]:
+    counts = [calls_in(profile) for profile in profiles]
+    return {path: max(calls.get(path, 0) for calls in counts) for path in paths}
