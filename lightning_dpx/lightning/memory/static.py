@@ -1,5 +1,6 @@
 """What a training step holds on every device beside its activations."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import key_of
 
@@ -25,6 +27,7 @@ class StaticMemory:
         moves_in_backward: Whether that is while activations are still there.
         accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
         keeps_earlier: Whether gradients of earlier batches lie aside while micro-batches add up their own.
+        callbacks: Of the run, which may hold tensors and modules, such as the averaged one.
     """
 
     slices: Sequence[BatchSlice]
@@ -33,6 +36,7 @@ class StaticMemory:
     moves_in_backward: bool = False
     accumulates: bool = False
     keeps_earlier: bool = False
+    callbacks: Sequence[Any] = ()
 
     def beside_activations(self, device: torch.device) -> int:
         """Bytes on ``device`` while a step has activations there."""
@@ -58,7 +62,10 @@ class StaticMemory:
         return self.present(device) + self.coming_gradients(device) + self.states.get(device, 0)
 
     def present(self, device: torch.device) -> int:
-        """Bytes on ``device`` now; on the host, where memory is not counted, parameters, gradients, buffers, batch."""
+        """Bytes on ``device`` now.
+
+        On the host, where memory is not counted, parameters, gradients, buffers, the batch, and what callbacks hold.
+        """
         parameters = self._parameters(device)
         # The resident memory of the process holds much that is no tensor, and freed pages as well.
         if is_host(device):  # where memory is not counted
@@ -71,6 +78,8 @@ class StaticMemory:
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
                     tensors.append(parameter.grad)
+            for callback in self.callbacks:
+                tensors += _held_by(callback)
             # Replicas on the host share the storage of their parameters: each storage counts once.
             storages = {}
             for tensor in tensors:
@@ -108,6 +117,28 @@ class StaticMemory:
                 if canonical_device(parameter.device) == device:
                     found[id(parameter)] = parameter
         return list(found.values())
+
+
+def _held_by(holder: Any) -> list[torch.Tensor]:
+    """The tensors on the host in attributes of an object, in containers and modules there.
+
+    Not in other objects, which may lead anywhere, as to the Trainer and from there to the data.
+    """
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # what was met, which is held so that its id stays its own
+    waiting = list((own_attributes(holder) or {}).values())
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.Tensor):
+            # Others have no storage, or one of another device.
+            if node.layout is torch.strided and is_host(node.device):
+                found.append(node)
+        elif isinstance(node, nn.Module):
+            waiting += [*node.parameters(), *node.buffers()]
+        elif isinstance(node, dict | list | tuple | deque) and id(node) not in seen:
+            seen[id(node)] = node
+            waiting += node.values() if isinstance(node, dict) else node
+    return found
 
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:

@@ -426,6 +426,7 @@ class StepMemory(NoStepMemory):
             moves_in_backward=session.step.sums.overlapped is not None,
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
             keeps_earlier=replicas.cuts_slices and self._keeps_earlier_gradients,
+            callbacks=session.trainer.callbacks,  # type: ignore[attr-defined]
         )
 
     @property

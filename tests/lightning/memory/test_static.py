@@ -2,11 +2,13 @@
 
 import gc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -224,6 +226,34 @@ def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there()
     # Each parameter has a gradient, and SGD no state.
     lasting = 2 * sum(parameter.nbytes for parameter in model.parameters())
     assert rooms == [14 * MIB - lasting - rows * 64 * 4 for rows in (1024, 2048)]
+
+
+class Shadow(Callback):
+    """Holds averages as many callbacks of users do: tensors by name."""
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        self.averages = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "callback", [EMAWeightAveraging, lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1), Shadow]
+)
+def test_what_callbacks_hold_on_the_host_is_part_of_what_a_step_takes_there(callback: Callable[[], Callback]) -> None:
+    rooms = list[int | None]()
+    strategy = dpx.DPXStrategy(memory_budget="14MiB", micro_batches=1, plan_cache=False)
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            rooms.extend(plan.budget for plan in strategy.planning.plans.values())
+
+    torch.manual_seed(0)
+    model = LargeHead()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    batches = DataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=1024)
+    on_host: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "callbacks": [callback(), Look()]}
+    make_trainer(max_epochs=1, strategy=strategy, **on_host).fit(model, batches)
+    # Parameters, their gradients, and the average; those of Lightning keep a count of their own beside it.
+    assert rooms[0] == pytest.approx(14 * MIB - 3 * parameters - 1024 * 64 * 4, abs=64)
 
 
 def test_a_step_of_the_optimizer_beyond_the_budget_is_told_of_with_what_was_measured(sim: Any) -> None:
