@@ -42,11 +42,13 @@ from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.memory.shapes import SharedPlan, complete_plan, plan_shapes
 from lightning_dpx.memory.sharding import as_taken_by, plan_of_first_rank, profile_unsharded, sharded_units, unwrapped
+from lightning_dpx.memory.tracing.allocator_account import HostAccount
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 
 __all__ = [
     "as_taken_by",
     "AppliedPlan",
+    "HostAccount",
     "MemoryPlan",
     "Decision",
     "MemoryTrace",

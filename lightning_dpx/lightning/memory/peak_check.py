@@ -16,6 +16,11 @@ _ABOVE_LIMIT = 0.02  # of it
 _SMALL = 2**16  # bytes: what an optimizer takes for one parameter of a small model
 
 
+def is_worth_telling(taken: int, limit: int) -> bool:
+    """Whether so many bytes are beyond a limit by more than what small models and roundings take."""
+    return taken - limit > max(_ABOVE_LIMIT * limit, _SMALL)
+
+
 class PeakCheck:
     """Measures one step after every new plan, and what all steps since have taken now and then.
 
@@ -65,7 +70,7 @@ class PeakCheck:
                 continue
             planned, limit = forecast(device)
             peak = allocated_and_peak(device)[1]
-            if limit and peak - limit > max(_ABOVE_LIMIT * limit, _SMALL):
+            if limit and is_worth_telling(peak, limit):
                 self._told.add(device)
                 rank_zero_warn(
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature
+from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
@@ -19,10 +20,12 @@ from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
+from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.seen_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
+from lightning_dpx.lightning.memory.update_memory import bytes_of_update
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
@@ -31,6 +34,7 @@ from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate
 from lightning_dpx.replicas.shared_iterators import PeekedIterator, iterators_peeked
 from lightning_dpx.shifting import BetweenSteps, applied_shift
+from lightning_dpx.units import format_mib
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -127,6 +131,7 @@ class StepMemory(NoStepMemory):
         self._plans = planning.wanted or self.repeats_steps
         self._shifts_open = session.options.chooses_shifts  # the first batch decides
         self._step: StepInput | None = None  # that can be taken again
+        self._has_told_of_update = False
         self._micro_batches = MicroBatchChooser(session)
         self._evaluation = EvaluationCuts(session, planning)
 
@@ -367,6 +372,25 @@ class StepMemory(NoStepMemory):
             run = self._tried_step(step, peeked)
             self._planning.decide(replicas, step.slices, run, self._static_memory, source=source)
         self._micro_batches.say_why_whole(self._planning.plans.values())
+        self._tell_of_update(step.slices)
+
+    def _tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
+        """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later."""
+        on_host = [device for device in self._planning.plans if is_host(device)]
+        if self._has_told_of_update or not on_host:
+            return
+        taken = bytes_of_update(self._session.strategy.optimizers)
+        static = self._static_memory(slices)
+        for device in on_host:
+            _, limit = self._planning.forecast(device)
+            needed = static.between_steps(device) + taken
+            if limit and is_worth_telling(needed, limit):
+                self._has_told_of_update = True
+                rank_zero_warn(
+                    f"dpx: a step of the optimizer takes {format_mib(taken)} on {device} while it runs: with "
+                    f"parameters, gradients and states that is {format_mib(needed)}, where memory_budget allows "
+                    f"{format_mib(limit)}. Least is taken with fused=True or foreach=False."
+                )
 
     def plan_ahead(self) -> None:
         """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
