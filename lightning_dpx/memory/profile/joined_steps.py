@@ -25,7 +25,6 @@ from lightning_dpx.memory.profile.scaling import scaled
 
 _NUMBER = re.compile(r"\d+")
 _NOT_CALLED = "its call is not made"
-_WITH_SMALL_ONES = 1.1  # times the values of a call, at the most, with the tensors that are too small to be any
 
 
 def calls_in(profile: Profile) -> dict[str, int]:
@@ -114,28 +113,21 @@ def _without(profile: Profile, is_made: Callable[[SavedValue], bool]) -> Profile
     missing = {index for index, value in enumerate(profile.values) if value.name and not is_made(value)}
     if not missing:
         return profile
-    saved: dict[int, int] = {}  # by storage, the event from which it is there
-    present: set[int] = set()
-    for index, value in enumerate(profile.values):
-        if value.storage >= 0:
-            saved[value.storage] = min(value.saved, saved.get(value.storage, value.saved))
-            if index not in missing:
-                present.add(value.storage)
-    curve = np.array(profile.curve, dtype=np.int64)
-    storages = list(profile.storages)
-    for number in saved.keys() - present:
-        storage = storages[number]
-        curve[saved[number] : storage.freed] -= storage.num_bytes
-        storages[number] = replace(storage, num_bytes=0)
     values = list(profile.values)
     for index in missing:
         # Others may be computed from it, so it keeps its number.
         values[index] = replace(values[index], name="", refused=_NOT_CALLED)
+    rest = replace(profile, values=tuple(values))
+    present = {value.storage for index, value in enumerate(profile.values) if index not in missing}
+    storages = list(profile.storages)
+    for index in missing:
+        number = profile.values[index].storage
+        if number >= 0 and number not in present:
+            storages[number] = replace(storages[number], num_bytes=0)
     return replace(
-        profile,
-        values=tuple(values),
+        rest,
         storages=tuple(storages),
-        curve=tuple(map(int, np.maximum(curve, 0))),
+        curve=tuple(map(int, _Insertion(rest, profile, lambda _: True).curve_without())),
         requests=tuple(request for request in profile.requests if request.value not in missing),
         saves=tuple((event, value) for event, value in profile.saves if value not in missing),
     )
@@ -257,6 +249,17 @@ class _Insertion:
             **self._calls(),
         )
 
+    def curve_without(self) -> np.ndarray:
+        """The curve of the donor as if the runs were not there, which has their events still."""
+        self._storages()
+        curve = np.array(self._donor.curve, dtype=np.int64)
+        for run, num_bytes in zip(self._events.runs, self._kept_by_runs(), strict=True):
+            curve[run.forward[1] : run.backward[0]] -= num_bytes
+            # In the order of forward: what lies before a run is without the earlier ones already.
+            curve[slice(*run.forward)] = _at(curve, run.forward[0] - 1)
+            curve[slice(*run.backward)] = _at(curve, run.backward[1])
+        return np.maximum(curve, 0)
+
     # ---- where the calls stand ----
 
     def _runs(self, is_wanted: Callable[[SavedValue], bool]) -> list[_Run]:
@@ -301,7 +304,7 @@ class _Insertion:
             values=tuple(members),
             next=after[0] if after else -1,
             forward=(begin, max(begin, end)),
-            backward=_asked_between(donor, set(members), set(before)),
+            backward=_asked_between(donor, set(members), set(before), set(after)),
             before=base.forward_events if is_last else base.values[stands_at].saved,
             after=_first_asked(base, earlier, len(base.curve)),
             at=stands_at,
@@ -361,13 +364,12 @@ class _Insertion:
                 if storage in self._of_storage and self._of_storage[storage] >= len(self._base.storages):
                     kept[number] += 0 if storage in seen else self._donor.storages[storage].num_bytes
                     seen.add(storage)
-        curve = self._donor.curve
+        curve = np.array(self._donor.curve, dtype=np.int64)
         for number, run in enumerate(self._events.runs):
-            begin, end = run.forward
-            if 0 < begin < end:
-                # More than a little of this is there in passing at one of both moments.
-                risen = min(curve[end - 1] - curve[begin - 1], int(kept[number] * _WITH_SMALL_ONES))
-                kept[number] = max(kept[number], risen)
+            risen = _at(curve, run.forward[1] - 1) - _at(curve, run.forward[0] - 1)
+            fallen = _at(curve, run.backward[0]) - _at(curve, run.backward[1])
+            # What is there in passing at one of these moments is not there at all of them.
+            kept[number] = max(kept[number], min(risen, fallen))
         return kept
 
     def _storages(self) -> list[SavedStorage]:
@@ -604,11 +606,19 @@ def _first_asked(profile: Profile, values: Collection[int], otherwise: int) -> i
     return min(events, default=otherwise)
 
 
-def _asked_between(profile: Profile, values: Collection[int], earlier: Collection[int]) -> tuple[int, int]:
-    """The events of backward from the first request for one of ``values`` on, up to that for one of ``earlier``."""
-    begin = _first_asked(profile, values, len(profile.curve))
+def _asked_between(
+    profile: Profile, values: Collection[int], earlier: Collection[int], later: Collection[int]
+) -> tuple[int, int]:
+    """The events of backward that belong to ``values``: from where ``later`` ones have gone to where ``earlier`` begin.
+
+    Not from the first request on: a recurrent layer goes back through many small tensors before it asks for its input.
+    """
+    asked = _first_asked(profile, values, len(profile.curve))
+    begin = min(profile.forward_events, asked)
     end = len(profile.curve)
     for one in profile.requests:
-        if one.event > begin and one.value in earlier:
+        if one.value in later and begin < one.released <= asked:
+            begin = one.released
+        if one.event > asked and one.value in earlier:
             end = min(end, one.event)
     return begin, end

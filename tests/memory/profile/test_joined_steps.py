@@ -67,7 +67,7 @@ def test_it_takes_what_the_whole_step_takes_with_any_plan(parts: list[tuple[int,
     ours = joined([profiled(module, *part) for part in parts], whole)
     assert [value.name for value in ours.values if value.name] == [value.name for value in whole.values if value.name]
     assert [call.name for call in ours.calls] == [call.name for call in whole.calls]
-    assert ours.peak == whole.peak
+    assert ours.peak == pytest.approx(whole.peak, rel=0.002)
     for share in (0.7, 0.4):
         for profile in (ours, whole):
             plan = plan_profile(module, profile, int(share * whole.peak))
@@ -96,3 +96,24 @@ def test_modules_whose_calls_tell_steps_apart() -> None:
     varying = varying_paths([profiled(module, 0, 1), profiled(module, 0, 2)])
     assert {path.rpartition(".")[0] or path for path in varying} >= {"blocks.1", "blocks.2"}
     assert not any(path.startswith(("blocks.0", "first", "last")) for path in varying)
+
+
+class Recurrent(nn.Module):
+    """What a recurrent layer keeps are many tensors that are too small to be values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.view(4, -1, WIDTH))[0].reshape(x.shape)
+        return out
+
+
+def test_small_tensors_of_calls_come_and_go_with_them() -> None:
+    module = Skips()
+    module.blocks = nn.ModuleList(Recurrent() for _ in range(4))
+    module.called = range(4)
+    whole = profiled(module, *range(4))
+    ours = joined([profiled(module, 0, 1), profiled(module, 2, 3)], whole)
+    assert ours.peak == pytest.approx(whole.peak, rel=0.03)
