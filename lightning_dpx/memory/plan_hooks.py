@@ -3,7 +3,7 @@
 from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, ValueActions
 from lightning_dpx.memory.execute.twins import Decided, Room, Twins
 from lightning_dpx.memory.plan.plan import MemoryPlan

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.module_anatomy import Passive, repeating
+from lightning_dpx.memory.execute.calls import repeating
+from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.torch_compat import tree_leaves
 
 Calls = frozenset[tuple[str, int]]  # path of a module and how often it is called

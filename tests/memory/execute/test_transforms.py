@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.execute.routine import Practised
+from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE, is_transformed
 from lightning_dpx.memory.plan.plan import Decision
 from lightning_dpx.torch_compat import tree_leaves

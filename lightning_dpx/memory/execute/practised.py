@@ -1,0 +1,288 @@
+"""Saved-tensor hooks that learn where they are needed, and are on nowhere else: see ``routine.py``."""
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.memory.execute.calls import repeating
+from lightning_dpx.memory.execute.module_anatomy import Passive
+from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
+from lightning_dpx.memory.execute.routine_forwards import OF_ANOTHER_STEP, FollowedForward, RoutineForward, SavedSizes
+from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation, ValueActions
+from lightning_dpx.memory.execute.transforms import STEP_ASIDE
+from lightning_dpx.memory.execute.twins import Twins
+from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.torch_compat import (
+    current_graph_task_id,
+)
+
+_MOST_PATIENCE = 1024  # forwards
+_LOOKED_AT_AGAIN = 16  # the first forward that is followed call by call again; then the 32nd, the 64th, ...
+
+
+class _Patience:
+    """How many forwards are still to be followed call by call.
+
+    Args:
+        watched: The first ones, and as many again after one that did not follow the routine.
+
+    Attributes:
+        num_losses: Forwards so far that did not follow the routine that they began with.
+    """
+
+    def __init__(self, watched: int) -> None:
+        self.num_losses: int = 0
+        self._watched = watched
+        self._left = watched
+        self._num_forwards = 0
+        self._follows_growth = watched == 1  # who watches plans for larger batches
+
+    def begin(self) -> bool:
+        """Whether the forward that begins is to be followed."""
+        self._num_forwards += 1
+        # What is kept outside of the stretches may have grown without a sign of it.
+        is_due = self._num_forwards >= _LOOKED_AT_AGAIN and _is_power_of_two(self._num_forwards)
+        if self._follows_growth and is_due:
+            self._left = max(self._left, 1)
+        return self._left > 0
+
+    def spend(self) -> None:
+        """A forward was followed."""
+        self._left -= 1
+
+    def begin_anew(self) -> None:
+        """The next forwards are followed as the first ones were."""
+        self._left = max(self._left, self._watched)
+
+    def end(self, *, changed: bool, grew: bool) -> None:
+        """A forward is over, which may have lost its routine or met larger tensors."""
+        # Each loss doubles the forwards that are followed, so that steps of a changing
+        # structure end up being followed nearly always.
+        if changed or (grew and self._follows_growth):
+            self.num_losses += 1
+            self._left = max(self._watched, min(2**self.num_losses, _MOST_PATIENCE))
+
+
+class Practised(Rematerialisation):
+    """Saved-tensor hooks that learn where they are needed.
+
+    Args:
+        names: Tells which module call is running; its hooks are on the modules while a forward is followed.
+        trusted: Operators that the plan repeats.
+        actions: As of :class:`Rematerialisation`.
+        twins: Likewise.
+        watched: The least number of forwards that are followed call by call: the first ones, and as many again after
+            one that did not follow the routine.
+
+    """
+
+    def __init__(
+        self,
+        names: CallNames,
+        trusted: Collection[str],
+        actions: ValueActions,
+        twins: Twins | None = None,
+        *,
+        watched: int = 1,
+    ) -> None:
+        super().__init__(names, actions, twins)
+        self._containers = {path.rpartition(".")[0] for path in names.parts}
+        again = names.again if isinstance(names.again, Collection) else ()
+        self._called_again = {name.partition("#")[0] for name in again}
+        self._trusted = trusted
+        self._current = threading.local()
+        self._learnt: Routine | None = None
+        self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
+        self._patience = _Patience(watched)
+        self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
+        # Several threads may run forwards of the module at the same time.
+        self._guard = threading.Lock()
+        self._running = 0
+        self._handles: list[Any] = []
+        self._refused_before: set[str] = set()
+        self._sizes = SavedSizes()
+
+    @property
+    def num_losses(self) -> int:
+        """Forwards so far that did not follow the routine that they began with."""
+        return self._patience.num_losses
+
+    @property
+    def is_routine(self) -> bool:
+        """Whether forwards follow a routine now, and hooks are only where it needs them."""
+        return self._routine is not None
+
+    @property
+    def is_followed_for_good(self) -> bool:
+        """Whether a forward has run a backward of its own, and all of them are followed call by call."""
+        return self._runs_backwards
+
+    @contextmanager
+    def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
+        """Around a forward."""
+        forward = self._begun(pack, wrap)
+        self._current.forward = forward
+        operands = forward.operands if isinstance(forward, FollowedForward) else nullcontext()
+        try:
+            if isinstance(forward, FollowedForward):
+                self.names.watch(forward.enter)
+                self.reached = []
+            with STEP_ASIDE.standing_in(), operands:
+                try:
+                    forward.start()
+                    yield
+                    # Tensors that its last stretch waits for have not come.
+                    if isinstance(forward, RoutineForward) and not forward.is_over:
+                        forward.changed = True
+                finally:
+                    forward.off()
+            if isinstance(forward, FollowedForward):
+                self._learn(forward)
+        finally:
+            self._current.forward = None
+            if isinstance(forward, RoutineForward):
+                forward.stop_noting()
+            with self._guard:
+                self._running -= 1
+                self._patience.end(changed=forward.changed, grew=forward.grew)
+
+    def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> FollowedForward | RoutineForward:
+        with self._guard:
+            is_followed = self._patience.begin() or self._runs_backwards
+            routine = None if is_followed else self._learnt
+            if (routine is None) == self.is_routine and not self._running:  # others may need the hooks as they are
+                self._routine = routine
+                self._set_hooks()
+            self._running += 1
+            if self._routine is not None:
+                return RoutineForward(pack, self.unpack, self.names, self._routine, self._sizes)
+        return FollowedForward(pack, wrap, self.unpack, self._sizes)
+
+    def _set_hooks(self) -> None:
+        """Puts hooks on all modules, or only where the routine needs them."""
+        self.names.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        routine = self._routine
+        if routine is None:
+            self.names.install()
+            return
+        self.names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
+        paths = {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
+        for path in sorted(paths & self.names.parts.keys()):
+            enter = _Enter(self, path)
+            self._handles.append(self.names.parts[path].register_forward_pre_hook(enter, prepend=True))
+
+    def _learn(self, forward: FollowedForward) -> None:
+        wanted = forward.dropped | self._unmet(forward)
+        for reference in self.reached or ():
+            value = reference()
+            if value is not None and value.name:
+                wanted.add(value.name)
+        self.reached = None
+        routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.unpacked)
+        routine = replace(routine, unseen=routine.unseen | self._uncalled(forward))
+        with self._guard:
+            # What was refused in a forward that was followed is no news in a routine.
+            self._refused_before |= self.refused.keys()
+            self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
+            if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
+                self._patience.spend()
+
+    def _uncalled(self, forward: FollowedForward) -> set[Entered]:
+        """First calls of modules that this forward has not called: nothing is known of what is saved in them."""
+        uncalled = [path for path in self.names.parts if path not in forward.calls]
+        # Lists of modules have no forward that could be called.
+        return {Entered(path, 0) for path in uncalled if type(self.names.parts[path]).forward is not nn.Module.forward}
+
+    def _unmet(self, forward: FollowedForward) -> set[str]:
+        """What the plan drops and this forward has not saved."""
+        # Their calls go into the routine as unseen ones.
+        met = {event.name for event in forward.events if isinstance(event, Saved)}
+        return set(self.actions.dropped) - met
+
+    def consider(self, value: Value, node: Any | None, output: int) -> bool:
+        """As the plan says; in a forward that it does not know, by what makes the value."""
+        # Names say nothing in a forward that has lost the routine. Rather too much is dropped then,
+        # of what the plan's own operators make, than the budget exceeded.
+        forward = getattr(self._current, "forward", None)
+        is_trusted = node is not None and node.name() in self._trusted
+        if forward is not None and forward.changed and is_trusted and self.can_make(value, node, output, self.twins):
+            return True
+        is_dropped = super().consider(value, node, output)
+        if isinstance(forward, RoutineForward) and not is_dropped and self._is_news(value.name):
+            forward.changed = True  # what a recipe needs was not noted, maybe
+        return is_dropped
+
+    def _is_news(self, name: str) -> bool:
+        """Whether a value is not dropped that the plan drops, and that was dropped before."""
+        return name in self.actions.dropped and name not in self._refused_before
+
+    def widen(self) -> None:
+        """The next forwards show what that is."""
+        super().widen()
+        with self._guard:
+            self._patience.begin_anew()
+
+    def want_operands(self, node: Any) -> None:
+        """A recipe asks for the operands of ``node``."""
+        super().want_operands(node)
+        forward = getattr(self._current, "forward", None)
+        if isinstance(forward, FollowedForward):
+            forward.ask(node)
+
+    def is_unknown(self, name: str) -> bool:
+        """Whether nothing was decided about that name; those of a lost routine do not count.
+
+        The forwards after it are followed, and tell what is unknown.
+        """
+        return super().is_unknown(name) and not name.startswith(OF_ANOTHER_STEP)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Gives the tensor; notes steps with backwards of their own, to follow them for good."""
+        # Code that looks at an attribute of a node, such as ``grad_fn._saved_input``, unpacks it as well.
+        if self._running and current_graph_task_id() != -1:
+            self._runs_backwards = True
+        return super().unpack(saved)
+
+    def enter(self, path: str) -> None:
+        """A module is called."""
+        forward = getattr(self._current, "forward", None)
+        if forward is not None and not repeating():
+            forward.enter(path)
+
+    def put_on(self) -> None:
+        """Puts the hooks on again, after :meth:`remove`."""
+        self._set_hooks()
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        self.names.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Enter(Passive):
+    """The hook of one module; copies of the module, by deepcopy or pickle, get one that does nothing."""
+
+    def __init__(self, values: Practised | None, path: str) -> None:
+        self._values = values
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Enter, (None, self._path)
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        if self._values is not None:
+            self._values.enter(self._path)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
