@@ -94,13 +94,17 @@ def arguments_of_step(step: Callable[..., Any], batch: Any, index: int = 0) -> t
     takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     # A step may leave the index out, and Lightning then calls it with the batch alone.
-    return (batch, index) if takes_any or sum(kind in by_position for kind in kinds) > 1 else (batch,)
+    if takes_any or sum(kind in by_position for kind in kinds) > 1:
+        return (batch, index)
+    return (batch,)
 
 
 def example_run(module: nn.Module, device: torch.device) -> Run | None:
     """``forward`` with the module's ``example_input_array`` in evaluation mode, as Lightning's summary runs it."""
     example = getattr(module, "example_input_array", None)
-    return None if example is None else run_on_example(module, example, device)
+    if example is None:
+        return None
+    return run_on_example(module, example, device)
 
 
 def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run:
@@ -114,7 +118,9 @@ def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run
             if isinstance(inputs, dict):
                 return module(**inputs)
             # As Lightning hands an example on: a dict by keyword, a list or a tuple by position.
-            return module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
+            if isinstance(inputs, list | tuple):
+                return module(*inputs)
+            return module(inputs)
 
     return run
 
@@ -174,7 +180,9 @@ class CallStack:
     def name(self) -> str:
         """The path, with the number of the call from the second one on."""
         path, call = self._stack[-1]
-        return path if call == 1 else f"{path}#{call}"
+        if call == 1:
+            return path
+        return f"{path}#{call}"
 
     @contextmanager
     def tracked(self) -> Iterator[None]:

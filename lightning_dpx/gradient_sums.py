@@ -313,4 +313,6 @@ def _on(gradient: torch.Tensor, device: torch.device) -> torch.Tensor: ...
 def _on(gradient: None, device: torch.device) -> None: ...
 def _on(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """Parameters of shifted parts live elsewhere than their replica."""
-    return gradient if gradient is None or gradient.device == device else gradient.to(device)
+    if gradient is None or gradient.device == device:
+        return gradient
+    return gradient.to(device)

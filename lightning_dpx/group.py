@@ -342,7 +342,9 @@ class ReplicaGroup:
             if not isinstance(value, torch.Tensor):
                 # Packed sequences and graphs move themselves. Some do so in place, and one that is given whole is
                 # every replica's.
-                return copy.copy(value).to(batch_slice.replica.device) if _moves_itself(value) else value
+                if _moves_itself(value):
+                    return copy.copy(value).to(batch_slice.replica.device)
+                return value
             # A leaf of its own for each replica, also where nothing has to move, so that gradients
             # of the inputs are those of the slice.
             moved = value.detach().to(batch_slice.replica.device)
@@ -472,7 +474,9 @@ class ReplicaGroup:
 
     def _dim(self, name: str) -> int:
         batch_dim = self._set.slicer.batch_dim
-        return batch_dim if isinstance(batch_dim, int) else batch_dim.get(name, 0)
+        if isinstance(batch_dim, int):
+            return batch_dim
+        return batch_dim.get(name, 0)
 
     @property
     def _output_dim(self) -> int:
@@ -736,9 +740,13 @@ def _check_value(name: str, value: object, own: torch.Tensor) -> None:
 def _added(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
     """The gradients of earlier steps and of this one, of which either may be missing."""
     if total is None or grad is None:
-        return grad if total is None else total
+        if total is None:
+            return grad
+        return total
     # Of two sparse gradients the sum has other indices than either.
-    return total + grad if total.is_sparse or grad.is_sparse else total.add_(grad)
+    if total.is_sparse or grad.is_sparse:
+        return total + grad
+    return total.add_(grad)
 
 
 def _check_walked(walked: Sequence[bool]) -> None:
@@ -760,7 +768,9 @@ def _moves_itself(value: Any) -> bool:
 
 
 def _grad_of(value: Any) -> torch.Tensor | None:
-    return value.grad if isinstance(value, torch.Tensor) else None
+    if isinstance(value, torch.Tensor):
+        return value.grad
+    return None
 
 
 def _check_not_shifted(module: nn.Module) -> None:

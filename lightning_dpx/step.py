@@ -415,7 +415,9 @@ class TrainingStep:
 
     @property
     def _choice_of_buffers(self) -> ChooseBufferRule | None:
-        return self.rules.buffer_rule if self.rules.decides_buffers else None
+        if self.rules.decides_buffers:
+            return self.rules.buffer_rule
+        return None
 
     def show_buffers(self) -> None:
         """Hooks between this forward and its backward find the buffers that the whole batch has made."""
@@ -445,7 +447,9 @@ class TrainingStep:
 
     def _weight_of_process(self, rows: float) -> float:
         """What this process's gradients count among those of others; -1 where they are added."""
-        return -1 if self.adds_losses else rows
+        if self.adds_losses:
+            return -1
+        return rows
 
     def pending_gradients(self) -> list[list[torch.Tensor | None]]:
         """What the first backward left for every replica's own."""

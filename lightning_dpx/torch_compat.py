@@ -482,7 +482,9 @@ def precision_policy_of(module: torch.nn.Module) -> Any:
     """The ``MixedPrecisionPolicy`` of a unit of ``fully_shard``; ``None`` for any other module."""
     # Only units that `fully_shard` has made have the method.
     read_state = getattr(module, "_get_fsdp_state", None)
-    return None if read_state is None else getattr(read_state(), "_mp_policy", None)
+    if read_state is None:
+        return None
+    return getattr(read_state(), "_mp_policy", None)
 
 
 FLAT_PARAMETER = "_flat_param"  # its name in the unit, where use_orig_params is False
@@ -550,7 +552,9 @@ def _is_trained(flat: Any) -> bool:
         if parameter is not None:
             own.append(parameter.requires_grad)
     # With use_orig_params the user's own parameters say so, and the flat one is told when a forward begins.
-    return any(own) if own else bool(flat.requires_grad)
+    if own:
+        return any(own)
+    return bool(flat.requires_grad)
 
 
 def sharded_parameters(module: torch.nn.Module) -> list[Any]:
@@ -613,7 +617,9 @@ def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A distributed tensor (DTensor) like ``tensor``, of which this process has ``part``."""
     like: Any = tensor.detach()
     made = _distributed(part, like.device_mesh, like)
-    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made
 
 
 def _distributed(part: torch.Tensor, mesh: Any, like: Any) -> torch.Tensor:

@@ -121,11 +121,15 @@ def format_bytes(size: float) -> str:
     """Bytes in the unit that shows them: ``"512 bytes"``, ``"1.50 KiB"``, ``"6.30 MiB"``."""
     if size < KIB:
         return f"{size:.0f} bytes"
-    return f"{size / KIB:.2f} KiB" if size < MIB else format_mib(size, 2)
+    if size < MIB:
+        return f"{size / KIB:.2f} KiB"
+    return format_mib(size, 2)
 
 
 def format_seconds(seconds: float) -> str:
     """A time in the unit that shows it: ``"2.50 s"``, ``"18.3 ms"``, ``"5.0 us"``."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} us"

@@ -66,7 +66,9 @@ class ZooContest:
     @property
     def of_own(self) -> float | None:
         """The plan's time over that of the library's own checkpointing."""
-        return None if self.ratio is None or self.own_ratio is None else self.ratio / self.own_ratio
+        if self.ratio is None or self.own_ratio is None:
+            return None
+        return self.ratio / self.own_ratio
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -259,4 +261,6 @@ def format_zoo(results: Sequence[ZooContest]) -> str:
 
 
 def _cell(value: float | None, how: str = "{:.2f}") -> str:
-    return "-" if value is None else how.format(value)
+    if value is None:
+        return "-"
+    return how.format(value)

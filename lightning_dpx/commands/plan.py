@@ -133,7 +133,9 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
             write_report(found, args.report, settings.machines)
         # Standard output holds the result alone, so that it can be read by other programs.
         done()
-    return 0 if found.fits else 2
+    if found.fits:
+        return 0
+    return 2
 
 
 def _forecast(args: argparse.Namespace, others: Sequence[str]) -> tuple[DryRun, Settings, int | None]:
@@ -407,7 +409,9 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
 def _device(name: str) -> torch.device:
     device = torch.device(f"cuda:{name}" if name.isdigit() else name)
     # "The current one" has no meaning where no device need be there; of the CPU there is one.
-    return torch.device(device.type, 0) if device.index is None and device.type != "cpu" else device
+    if device.index is None and device.type != "cpu":
+        return torch.device(device.type, 0)
+    return device
 
 
 def parse_number(text: str) -> int | Literal["auto"]:
@@ -461,7 +465,9 @@ def _cells(found: DryRun) -> list[list[str]]:
                 *([_micro_batches(one)] if is_cut else []),
             ]
         )
-    return rows if len(rows) <= _MOST_ROWS else _with_equal_rows_joined(rows)
+    if len(rows) <= _MOST_ROWS:
+        return rows
+    return _with_equal_rows_joined(rows)
 
 
 def _with_equal_rows_joined(rows: list[list[str]]) -> list[list[str]]:

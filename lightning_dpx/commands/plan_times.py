@@ -130,7 +130,9 @@ def _most_nodes(args: argparse.Namespace, configured: Any) -> int:
     # A Trainer's own default is one node, and who names a network has more.
     if isinstance(configured, int) and configured > 1:
         return configured
-    return 1 if args.network is None else MOST_NODES
+    if args.network is None:
+        return 1
+    return MOST_NODES
 
 
 def _link(args: argparse.Namespace, name: str) -> Link | None:

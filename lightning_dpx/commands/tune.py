@@ -166,7 +166,9 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     if args.report is not None:
         with written("report", args.report):
             _write_report(candidates, basis, args.report)
-    return 0 if best is not None else 2
+    if best is not None:
+        return 0
+    return 2
 
 
 def _numbers(text: str | None) -> list[int]:

@@ -93,7 +93,9 @@ def device_beside(tensor: torch.Tensor, home: torch.device, there: torch.device)
     What a user has put on the host while the module lives on an accelerator (outputs that are collected with
     ``.cpu()``, a large table) stays on the host, as it does on one device.
     """
-    return tensor.device if is_host(tensor.device) and not is_host(home) else there
+    if is_host(tensor.device) and not is_host(home):
+        return tensor.device
+    return there
 
 
 def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -128,7 +130,9 @@ def accelerators() -> list[torch.device]:
 def num_usable_cpus() -> int:
     """CPUs that this process may run on."""
     # A container or taskset may leave this process fewer than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def spare_devices(devices: Sequence[torch.device]) -> list[torch.device]:

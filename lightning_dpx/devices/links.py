@@ -17,13 +17,17 @@ def has_nccl(devices: Sequence[torch.device]) -> bool:
 def wire_device(device: torch.device) -> torch.device:
     """Where torch.distributed can send a tensor of ``device`` from: the device itself, or the host."""
     # gloo, the backend of all others, sends from the host.
-    return device if device.type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        return device
+    return torch.device("cpu")
 
 
 def default_backend(device: torch.device) -> str:
     """The backend of torch.distributed for processes whose first device this is."""
     # NCCL sends no tensors of the host, and objects that processes exchange travel in those.
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
 
 
 def synchronize(device: torch.device) -> None:

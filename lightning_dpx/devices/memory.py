@@ -110,7 +110,9 @@ def _resident_bytes() -> int:
         import resource  # not on Windows
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        if sys.platform == "darwin":
+            return peak
+        return peak * 1024
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -61,7 +61,9 @@ class SimAccelerator(Accelerator):
     @staticmethod
     def auto_device_count() -> int:
         """All that there are."""
-        return int(torch.get_device_module("sim").device_count()) if is_loaded() else DEFAULT_DEVICES
+        if is_loaded():
+            return int(torch.get_device_module("sim").device_count())
+        return DEFAULT_DEVICES
 
     @staticmethod
     def is_available() -> bool:

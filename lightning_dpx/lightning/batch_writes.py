@@ -380,7 +380,9 @@ def _contents(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
 def _version(value: Any) -> int:
     # Tensors of inference mode have no version: to ask for it is an error.
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
-    return version_counter(value) if is_counted else 0
+    if is_counted:
+        return version_counter(value)
+    return 0
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
@@ -480,7 +482,9 @@ def _kind(value: Any) -> type:
         if isinstance(value, kind) and not hasattr(value, "_fields"):
             return kind  # type: ignore[return-value]
     # Of anything else, such as a number or a text, hooks may make what they like.
-    return type(value) if children_of(value) is not None else object
+    if children_of(value) is not None:
+        return type(value)
+    return object
 
 
 def _all_leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -504,7 +508,9 @@ def _child(node: Any, key: Any) -> Any:
     if isinstance(node, MutableMapping):
         return node.get(key, _MISSING)
     if isinstance(node, Sequence) and isinstance(key, int):
-        return node[key] if key < len(node) else _MISSING
+        if key < len(node):
+            return node[key]
+        return _MISSING
     return getattr(node, key, _MISSING)
 
 

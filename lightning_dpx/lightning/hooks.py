@@ -128,7 +128,9 @@ class HookedStrategy(ParallelStrategy):
     @property
     def precision_plugin(self) -> Precision:
         """Always a DPXPrecision round the plugin that was chosen."""
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
+        if self._precision_plugin is not None:
+            return self._precision_plugin
+        return Precision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:

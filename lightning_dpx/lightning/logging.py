@@ -70,7 +70,9 @@ class StepLog:
 def path_of(key: tuple[str, int]) -> str:
     """The name of a logged value; one that is logged again in the same step is told apart."""
     name, call = key
-    return name if call == 0 else f"{name} (call {call + 1})"
+    if call == 0:
+        return name
+    return f"{name} (call {call + 1})"
 
 
 def replay(
@@ -111,4 +113,6 @@ def replay(
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return value

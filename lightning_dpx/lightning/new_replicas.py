@@ -79,7 +79,9 @@ def replicas_by_hand(
 def first_micro_batches(strategy: "DPXStrategy") -> MicroBatches:
     """Into how many micro-batches slices are cut from the first step on: as asked for, or as the given plan says."""
     asked = strategy.options.micro_batches
-    return strategy.planning.given_micro_batches if asked == "auto" else asked
+    if asked == "auto":
+        return strategy.planning.given_micro_batches
+    return asked
 
 
 def private_attributes() -> frozenset[str]:

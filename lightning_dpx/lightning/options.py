@@ -127,7 +127,9 @@ class StrategyOptions:
     @property
     def number_rule(self) -> Literal["mean", "sum"]:
         """What is taken for the loss, and for numbers that metrics get, before a rehearsal knows better."""
-        return "sum" if self.loss_reduction == "sum" else "mean"
+        if self.loss_reduction == "sum":
+            return "sum"
+        return "mean"
 
 
 def _check_count(name: str, count: object) -> None:

@@ -69,7 +69,9 @@ class DPXPrecision(Precision):
         """
         wrapped = vars(self).get("wrapped")
         # Until the constructor has set it there is only this class to name.
-        return DPXPrecision if wrapped is None else type(wrapped)
+        if wrapped is None:
+            return DPXPrecision
+        return type(wrapped)
 
     def __reduce__(self) -> Any:
         """Pickled by its arguments, as it says to be of another class."""

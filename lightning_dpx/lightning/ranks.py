@@ -52,19 +52,25 @@ class Ranks:
     def num_processes(self) -> int:
         """Processes that train together, each with its own replicas."""
         environment = self._strategy.cluster_environment
-        return 1 if environment is None else environment.world_size()
+        if environment is None:
+            return 1
+        return environment.world_size()
 
     @property
     def process_rank(self) -> int:
         """The rank of this process among them."""
         environment = self._strategy.cluster_environment
-        return 0 if environment is None else environment.global_rank()
+        if environment is None:
+            return 0
+        return environment.global_rank()
 
     @property
     def global_rank(self) -> int:
         """The replica inside a step, the process outside."""
         rank = current_rank()
-        return self.process_rank if rank is None else self._first_replica + rank.rank
+        if rank is None:
+            return self.process_rank
+        return self._first_replica + rank.rank
 
     @property
     def local_rank(self) -> int:
@@ -73,7 +79,9 @@ class Ranks:
         if rank is not None:
             return rank.rank
         environment = self._strategy.cluster_environment
-        return 0 if environment is None else environment.local_rank()
+        if environment is None:
+            return 0
+        return environment.local_rank()
 
     @property
     def world_size(self) -> int:
@@ -82,7 +90,9 @@ class Ranks:
         if rank is None:
             return self.num_processes
         # How many replicas have rows in other processes is not known here, so all are counted.
-        return rank.world_size if self.num_processes == 1 else self._num_replicas
+        if self.num_processes == 1:
+            return rank.world_size
+        return self._num_replicas
 
     @property
     def is_connected(self) -> bool:
@@ -138,11 +148,16 @@ class Ranks:
         if (rank := _rank_with_peers()) is not None:
             # Votes are Python values, so no device has to be waited for.
             votes, _ = rank.meet_all("reduce_boolean_decision", bool(decision))
-            return sum(votes) == len(votes) if all else any(votes)
+            num_votes = int(sum(votes))
+            if all:
+                return num_votes == len(votes)
+            return num_votes > 0
         if current_rank() is not None or not self.is_connected:
             return decision
         votes_of_all = self.reduce(torch.tensor(int(decision), device=self._strategy.root_device), reduce_op="sum")
-        return bool(votes_of_all == self.num_processes) if all else bool(votes_of_all)
+        if all:
+            return bool(votes_of_all == self.num_processes)
+        return bool(votes_of_all)
 
     def reach_other_processes(
         self, kind: str, values: list[Any], *, each: bool, gradients: bool
@@ -184,4 +199,6 @@ class Ranks:
 
 def _rank_with_peers() -> ReplicaRank | None:
     rank = current_rank()
-    return None if rank is None or rank.is_alone else rank
+    if rank is None or rank.is_alone:
+        return None
+    return rank

@@ -60,7 +60,9 @@ class Run:
         if not self.has_contexts:
             return nullcontext()
         shift = applied_shift(module) if self.shifts else None
-        return planned(module) if shift is None else _both(shift.active(), planned(module))
+        if shift is None:
+            return planned(module)
+        return _both(shift.active(), planned(module))
 
     def alone(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step of the user's module as on one device, and its end hook.

@@ -139,7 +139,9 @@ class Session(Run):
             self.batch_writes.forget()
             self._batch_in_place = batch
             return batch
-        return self.batch_writes.show(batch) if self.batch_writes.is_for(self.module) else batch
+        if self.batch_writes.is_for(self.module):
+            return self.batch_writes.show(batch)
+        return batch
 
     def _stays(self, batch: Any) -> bool:
         """Whether the one replica that takes every batch gets this object."""
@@ -370,7 +372,9 @@ class Session(Run):
     def watch_processes(self) -> Waits | None:
         """How long processes wait for each other in the next step, once it has run; ``None`` without others."""
         processes = self.step.sums.processes
-        return None if processes is None else processes.watch()
+        if processes is None:
+            return None
+        return processes.watch()
 
     def stop_watching(self) -> None:
         """The following steps are not timed."""

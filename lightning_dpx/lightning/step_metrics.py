@@ -110,9 +110,13 @@ def names_of(name: str, options: Mapping[str, Any], *, trains: bool) -> tuple[st
     if not (trains if on_step is None else on_step):
         return ()
     is_for_both = not trains if on_epoch is None else on_epoch
-    return (name, f"{name}_step") if is_for_both else (name,)
+    if is_for_both:
+        return (name, f"{name}_step")
+    return (name,)
 
 
 def as_metric(value: Any) -> torch.Tensor:
     """A logged number as the Trainer keeps it."""
-    return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.tensor(float(value))

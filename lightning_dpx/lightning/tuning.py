@@ -66,7 +66,9 @@ class BatchSizeForecast:
     @property
     def samples_per_second(self) -> float:
         """Rows by seconds; 0 where it does not fit."""
-        return self.batch_size / self.seconds if self.fits else 0.0
+        if self.fits:
+            return self.batch_size / self.seconds
+        return 0.0
 
     @property
     def tightest(self) -> DeviceForecast:
@@ -109,7 +111,9 @@ class Tuning:
             key=lambda one: one.samples_per_second,
             reverse=True,
         )
-        return [] if best is None else [best, *others][:count]
+        if best is None:
+            return []
+        return [best, *others][:count]
 
     def __str__(self) -> str:
         """A line for each batch size."""

@@ -157,7 +157,9 @@ def _marked(output: Any, flags: Sequence[bool]) -> Any:
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         leaf = tensor.detach()
-        return leaf.requires_grad_() if next(left) else leaf
+        if next(left):
+            return leaf.requires_grad_()
+        return leaf
 
     return tree_map_only(torch.Tensor, mark, output)
 

@@ -39,11 +39,15 @@ class WholeBatches:
 
     def reason_for(self, stage: str) -> str | None:
         """Why ``stage`` gets all of its batches whole; ``None`` if it does not."""
-        return self._reasons[stage][0] if stage in self._reasons else None
+        if stage in self._reasons:
+            return self._reasons[stage][0]
+        return None
 
     def advice_for(self, stage: str) -> str:
         """What the user can do about that reason; may be empty."""
-        return self._reasons[stage][1] if stage in self._reasons else ""
+        if stage in self._reasons:
+            return self._reasons[stage][1]
+        return ""
 
     def give_next_whole(self, stage: str, reason: str, advice: str) -> None:
         """The next batch of ``stage`` stays whole, which is announced; those after it may be cut."""

@@ -79,7 +79,9 @@ def shard_units(module: nn.Module, patterns: Sequence[str], mesh: Any) -> None:
 
 
 def _depth(path: str) -> int:
-    return path.count(".") + 1 if path else 0
+    if path:
+        return path.count(".") + 1
+    return 0
 
 
 def _paths(module: nn.Module, patterns: Sequence[str]) -> set[str]:

@@ -174,7 +174,9 @@ def search_plan(
         unwrapped(module) as whole,
         _without_gradients(whole) if accumulates is False else nullcontext(),
     ):
-        return plan_of_first_rank(search) if is_sharded else search()
+        if is_sharded:
+            return plan_of_first_rank(search)
+        return search()
 
 
 def _has_gradients(module: nn.Module) -> bool:
@@ -612,7 +614,9 @@ class AppliedPlan:
 
         Only of a plan that watches, and of steps that are followed tensor by tensor.
         """
-        return {} if self.values is None else self.values.unknown
+        if self.values is None:
+            return {}
+        return self.values.unknown
 
     def count_calls(self, paths: Collection[str]) -> None:
         """From now on counts calls of the modules at these paths, forward by forward."""
@@ -756,4 +760,6 @@ def applied_plan(module: nn.Module) -> AppliedPlan | None:
 def planned(module: nn.Module) -> AbstractContextManager[None]:
     """What runs in here follows the plan of ``module``, if it has one."""
     applied = applied_plan(module)
-    return nullcontext() if applied is None else applied.active()
+    if applied is None:
+        return nullcontext()
+    return applied.active()

@@ -163,7 +163,9 @@ def plan_in_micro_batches(
 
     def budget_of(number: int) -> int:
         # Earlier micro-batches leave their gradients beside the activations; a budget is positive.
-        return budget if number == 1 else max(1, budget - aside)
+        if number == 1:
+            return budget
+        return max(1, budget - aside)
 
     candidates = candidates_of(profiles, budget_of, most)
     plans = _PlansByNumber(plan_of, aside)

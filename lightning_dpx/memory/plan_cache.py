@@ -89,7 +89,9 @@ class PlanCache:
     @property
     def folder(self) -> Path:
         """The folder of the entries."""
-        return default_folder() if isinstance(self._where, bool) else Path(self._where).expanduser()
+        if isinstance(self._where, bool):
+            return default_folder()
+        return Path(self._where).expanduser()
 
     def path_of(self, key: str) -> Path:
         """The file of an entry."""
@@ -261,7 +263,9 @@ def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: An
     except Exception:  # noqa: BLE001  a look at an object of the user's may run its code, and that may fail
         return ""
     # What could not be looked at may be another the next time, so there is no key.
-    return digest.text() if digest.is_whole else ""
+    if digest.is_whole:
+        return digest.text()
+    return ""
 
 
 def key_of_plans(profiles: Iterable[Profile], planner: str | Planner, *others: Any) -> str:
@@ -276,7 +280,9 @@ def key_of_plans(profiles: Iterable[Profile], planner: str | Planner, *others: A
     digest.add(_FORMAT, *_versions(), planner if isinstance(planner, str) else _of_planner(planner), *others)
     for profile in profiles:
         digest.add(hashlib.sha256(json.dumps(_encoded(profile), default=_plain).encode()).hexdigest())
-    return digest.text() if digest.is_whole else ""
+    if digest.is_whole:
+        return digest.text()
+    return ""
 
 
 def _of_planner(planner: Planner) -> tuple[Any, ...]:

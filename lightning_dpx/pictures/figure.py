@@ -91,7 +91,9 @@ def svg_of(figure: Any) -> str:
     # Within HTML an XML declaration and a document type have no place.
     text = text[text.index("<svg") :]
     hover = _HOVERS.get(figure)
-    return text if hover is None else text.replace("<svg", f"<svg data-hover='{_as_attribute(hover)}'", 1)
+    if hover is None:
+        return text
+    return text.replace("<svg", f"<svg data-hover='{_as_attribute(hover)}'", 1)
 
 
 def _as_attribute(hover: Hover) -> str:

@@ -37,7 +37,9 @@ def class_registries(module: nn.Module) -> list[str]:
 
 def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, MUTABLE):
-        return items_of(value) if size_of(value) <= _MOST else []
+        if size_of(value) <= _MOST:
+            return items_of(value)
+        return []
     if isinstance(value, weakref.WeakSet):
         return list(islice(value, _MOST))
     if isinstance(value, weakref.WeakValueDictionary):

@@ -125,7 +125,9 @@ def checksum_of(array: Any) -> tuple[Any, ...]:
 
 def bytes_of_array(array: Any) -> tuple[Any, ...]:
     """A copy of what an array or buffer holds."""
-    return (array.copy(),) if isinstance(array, np.ndarray) else (memoryview(array).tobytes(),)
+    if isinstance(array, np.ndarray):
+        return (array.copy(),)
+    return (memoryview(array).tobytes(),)
 
 
 def write_bytes(array: Any, held: tuple[Any, ...]) -> None:

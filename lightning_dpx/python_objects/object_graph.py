@@ -66,7 +66,9 @@ def children_of_object(value: Any) -> Iterable[Any]:
 def may_hold(value: Any) -> bool:
     """Whether anything can be behind ``value``: not the twenty dicts of hooks that nearly every module leaves empty."""
     kind = type(value)
-    return len(value) > 0 if kind in _DICTS else kind not in ATOMS
+    if kind in _DICTS:
+        return len(value) > 0
+    return kind not in ATOMS
 
 
 def _is_text(key: object) -> bool:
@@ -85,7 +87,9 @@ def _children_of_function(function: types.FunctionType) -> list[Any]:
 # A generator that has ended has no frame.
 def _locals_of_generator(generator: Any) -> list[Any]:
     frame = getattr(generator, "gi_frame", None)
-    return [] if frame is None else list(frame.f_locals.values())
+    if frame is None:
+        return []
+    return list(frame.f_locals.values())
 
 
 def pairs_of(held: dict[Any, Any]) -> list[tuple[Any, Any]]:
@@ -98,7 +102,10 @@ def pairs_of(held: dict[Any, Any]) -> list[tuple[Any, Any]]:
 def size_of(held: Any) -> int:
     """How many items a list, dict, set, tuple or deque holds now; not what its own ``__len__`` does."""
     base = _base_of(held)
-    return len(held) if base is None else base.__len__(held)
+    if base is None:
+        return len(held)
+    size: int = base.__len__(held)
+    return size
 
 
 def items_of(held: Any) -> list[Any]:
@@ -106,7 +113,9 @@ def items_of(held: Any) -> list[Any]:
     if isinstance(held, dict):
         return [value for _, value in pairs_of(held)]
     base = _base_of(held)
-    return list(held) if base is None else list(base.__iter__(held))
+    if base is None:
+        return list(held)
+    return list(base.__iter__(held))
 
 
 def _base_of(held: Any) -> Any:

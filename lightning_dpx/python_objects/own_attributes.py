@@ -14,7 +14,9 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return held if isinstance(held, dict) else None
+    if isinstance(held, dict):
+        return held
+    return None
 
 
 def is_made_from_state(kind: type, reduced: Any) -> bool:

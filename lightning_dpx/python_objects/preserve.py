@@ -164,7 +164,9 @@ def state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
 
 
 def put_back(generator: Any, state: Any) -> None:

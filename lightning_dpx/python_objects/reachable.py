@@ -190,7 +190,9 @@ def _path_of(step: _Step | None) -> str:
     if how == "name":
         return str(key)
     path = _path_of(before)
-    return f"{path}[{key!r}]" if how == "item" else f"{path}.{key}".lstrip(".")
+    if how == "item":
+        return f"{path}[{key!r}]"
+    return f"{path}.{key}".lstrip(".")
 
 
 def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool = True) -> list[tuple[str, Any]]:

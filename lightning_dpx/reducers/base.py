@@ -334,4 +334,6 @@ def choose_reducer(devices: Sequence[torch.device]) -> str:
     if len(distinct) == 1:
         return "naive"
     # NCCL takes one tensor of each device, so replicas must not share any.
-    return "nccl" if len(distinct) == len(devices) and has_nccl(distinct) else "collective"
+    if len(distinct) == len(devices) and has_nccl(distinct):
+        return "nccl"
+    return "collective"

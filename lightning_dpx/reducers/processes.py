@@ -253,11 +253,15 @@ def _factor(rows: float, all_rows: float) -> float:
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     # The mean over no tokens may be NaN, which no weight of zero takes out of a sum.
-    return tensor * factor if factor else torch.zeros_like(tensor)
+    if factor:
+        return tensor * factor
+    return torch.zeros_like(tensor)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALVES else tensor
+    if tensor.dtype in HALVES:
+        return tensor.float()
+    return tensor
 
 
 @waits_for_others
@@ -306,18 +310,24 @@ def _code_of(gradient: torch.Tensor | None, world: int) -> int:
     if gradient is None:
         return 0
     # More than all dense ones together, so that one sum holds both counts.
-    return 1 if gradient.layout == torch.strided else world + 1
+    if gradient.layout == torch.strided:
+        return 1
+    return world + 1
 
 
 def _kind_of(code: float, world: int) -> torch.layout | None:
     """What a gradient will be, from the sum of its codes: sparse only where no process has a dense one."""
     if code == 0:
         return None
-    return torch.sparse_coo if code % (world + 1) == 0 else torch.strided
+    if code % (world + 1) == 0:
+        return torch.sparse_coo
+    return torch.strided
 
 
 def _dense(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """A dense gradient for a sum to which every process must add one."""
     if gradient is None:
         return torch.zeros_like(like)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient

@@ -164,9 +164,9 @@ def _whereabouts() -> str:
         if thread != threading.get_ident() and _waits(frame):
             return _WAITS
     main = frames.get(threading.main_thread().ident or 0)
-    return (
-        "is elsewhere" if main is None else f"is in {main.f_code.co_name} ({main.f_code.co_filename}:{main.f_lineno})"
-    )
+    if main is None:
+        return "is elsewhere"
+    return f"is in {main.f_code.co_name} ({main.f_code.co_filename}:{main.f_lineno})"
 
 
 def _waits(frame: FrameType | None) -> bool:

@@ -52,7 +52,9 @@ def cut_array(array: Any, sizes: Sequence[int], dim: int) -> list[Any]:
     if type(array) in _PLAIN_TENSORS and array.layout == torch.strided and not array.is_nested:
         # The usual input, cut by one call for all slices.
         parts = [_own(part) for part in torch.split_with_sizes(array, list(sizes), dim)]
-        return [_with_attributes(part, array) for part in parts] if array.__dict__ else parts
+        if array.__dict__:
+            return [_with_attributes(part, array) for part in parts]
+        return parts
     if isinstance(array, torch.Tensor):
         if array.is_nested:
             return _cut_nested(array, sizes, dim)
@@ -63,7 +65,9 @@ def cut_array(array: Any, sizes: Sequence[int], dim: int) -> list[Any]:
         return [array[(*(slice(None),) * dim, slice(start, stop))] for start, stop in spans(sizes)]
     # What is left is a tensordict.
     parts = array.split(list(sizes), dim)
-    return list(parts) if array.requires_grad else [part.data for part in parts]
+    if array.requires_grad:
+        return list(parts)
+    return [part.data for part in parts]
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -74,7 +78,10 @@ def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """A slice that its replica may write in place: views share a version counter, and autograd would complain."""
-    return tensor if tensor.requires_grad else tensor.data  # the caller may want its gradient
+    # the caller may want its gradient
+    if tensor.requires_grad:
+        return tensor
+    return tensor.data
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -85,7 +92,9 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Parameters are made anew by those who copy them, and a class with operators of its own knows how it is copied.
     if type(tensor) is torch.Tensor or is_other:
         copied = tensor.detach().to(device, copy=True)
-        return copied if is_other else _with_attributes(copied, tensor)
+        if is_other:
+            return copied
+        return _with_attributes(copied, tensor)
     # Past the methods of the class: its own ``to`` may look for attributes that ``detach`` has left behind.
     with DisableTorchFunctionSubclass():
         data = tensor.as_subclass(torch.Tensor).detach().to(device, copy=True)

@@ -86,7 +86,9 @@ class SyncedBatchNorm(AnyBatchNorm):
         """How far the statistics go towards those of this batch, as torch's own ``forward`` has it."""
         if self.momentum is not None:
             return self.momentum
-        return 0.0 if self.num_batches_tracked is None else 1.0 / float(self.num_batches_tracked)
+        if self.num_batches_tracked is None:
+            return 0.0
+        return 1.0 / float(self.num_batches_tracked)
 
 
 def synchronize_batch_norm(module: nn.Module) -> None:

@@ -104,7 +104,9 @@ class BatchReading:
     # ---- what is there ----
 
     def _dim(self, path: str) -> int:
-        return self.batch_dim if isinstance(self.batch_dim, int) else self.batch_dim.get(path, 0)
+        if isinstance(self.batch_dim, int):
+            return self.batch_dim
+        return self.batch_dim.get(path, 0)
 
     def _is_named(self, path: str) -> bool:
         return isinstance(self.batch_dim, Mapping) and path in self.batch_dim

@@ -40,7 +40,9 @@ class _BufferCandidates:
         # goes.
         values = [buffer.to(self._owned.device) for buffer in self._column]
         if any(value.shape != values[0].shape for value in values):
-            return values[0] if rule == "first" else None
+            if rule == "first":
+                return values[0]
+            return None
         if rule == "mean" and self._owned.is_floating_point():
             total_rows = sum(self._rows)
             weighted = [value * (rows / total_rows) for value, rows in zip(values, self._rows, strict=True)]
@@ -56,8 +58,12 @@ class _BufferCandidates:
             if all(torch.equal(value, values[0]) for value in values[1:]):
                 return values[0]
             stacked = torch.stack(values)
-            return stacked.amax(0) if rule == "max" else stacked.amin(0)
-        return values[0] if rule == "first" else None
+            if rule == "max":
+                return stacked.amax(0)
+            return stacked.amin(0)
+        if rule == "first":
+            return values[0]
+        return None
 
 
 class BufferSync:

@@ -332,7 +332,9 @@ def reduce(rank: ReplicaRank, value: torch.Tensor, operation: str) -> torch.Tens
     if operation == "sum":
         return stacked.sum(0)
     if operation in ("min", "max"):
-        return stacked.amin(0) if operation == "min" else stacked.amax(0)
+        if operation == "min":
+            return stacked.amin(0)
+        return stacked.amax(0)
     raise CollectiveError(f"reduce_op={operation!r} is not allowed; choose 'mean', 'sum', 'min' or 'max'.")
 
 

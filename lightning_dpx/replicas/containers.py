@@ -235,4 +235,6 @@ def is_list_of_values(node: Any) -> bool:
 
 def join_path(path: str, name: str) -> str:
     """The path of a child."""
-    return f"{path}.{name}" if path else name
+    if path:
+        return f"{path}.{name}"
+    return name

@@ -57,12 +57,16 @@ class Counterparts:
             device = device_beside(value, self._root.device, replica.device)
             # A step of the first replica may write it in place before another one looks at it.
             lazily = lazily and value.numel() > _FEW and _is_plain(value)
-            return RemoteTensor(value.detach(), device) if lazily else copied_to(value, device)
+            if lazily:
+                return RemoteTensor(value.detach(), device)
+            return copied_to(value, device)
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             device = device_beside(tensor, self._root.device, replica.device)
             if not isinstance(tensor, nn.Parameter):
-                return RemoteTensor(tensor.detach(), device) if _is_plain(tensor) else copied_to(tensor, device)
+                if _is_plain(tensor):
+                    return RemoteTensor(tensor.detach(), device)
+                return copied_to(tensor, device)
             # Hooks average such parameters in place: each replica needs a copy to write to, and
             # its hidden tensors follow the first one's before every step.
             copied = like_parameter(tensor, tensor.detach().to(device, copy=True))

@@ -287,13 +287,17 @@ def loss_of(output: Any) -> Any:
     """What a step returned, or has under ``"loss"``."""
     if isinstance(output, torch.Tensor):  # asked first: it is much cheaper than to ask for any kind of mapping
         return output
-    return output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output
 
 
 def _sum(earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients of one parameter, in the memory of the first if that is dense."""
     # The sum of two sparse gradients has other indices than either.
-    return earlier.add_(gradient) if earlier.layout == torch.strided else earlier + gradient
+    if earlier.layout == torch.strided:
+        return earlier.add_(gradient)
+    return earlier + gradient
 
 
 def _set_flags(replica: Replica, flags: Sequence[bool]) -> None:

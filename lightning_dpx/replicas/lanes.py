@@ -89,7 +89,9 @@ class Lanes:
         Args:
             in_turns: Run them one after the other, even where there are threads.
         """
-        return self._turns if in_turns else self._executor
+        if in_turns:
+            return self._turns
+        return self._executor
 
     def claim_cores(self) -> None:
         """Before a step: beside replicas in threads the caller's own pool is one thread; idle ones would spin."""

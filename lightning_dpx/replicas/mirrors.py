@@ -205,7 +205,10 @@ class MappingMirror(Mirror):
     """The mirror of a dict of any kind, or of an object's attributes."""
 
     def _peek(self, container: Any) -> dict[Any, Any]:
-        return container if isinstance(container, dict) else vars(container)
+        if isinstance(container, dict):
+            return container
+        attributes: dict[Any, Any] = vars(container)
+        return attributes
 
     def _items(self, container: Any) -> dict[Any, Any]:
         return dict(self._peek(container))

@@ -220,7 +220,9 @@ class ParameterSync:
     def written_by_step(self) -> str:
         """The name of a parameter that was written since it was synchronized, where replicas share it; else empty."""
         written = self._shared.find()
-        return "" if written is None else self._name_of(written)
+        if written is None:
+            return ""
+        return self._name_of(written)
 
     def differing(self) -> list[tuple[str, int]]:
         """Parameters whose bits on a replica are not those on replica 0, by name and replica.

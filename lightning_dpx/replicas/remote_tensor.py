@@ -88,4 +88,6 @@ def fetched(remote: RemoteTensor) -> torch.Tensor:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written in place; tensors of inference mode do not count."""
-    return -1 if tensor.is_inference() else version_counter(tensor)
+    if tensor.is_inference():
+        return -1
+    return version_counter(tensor)

@@ -587,7 +587,9 @@ def _execution_of(module: nn.Module, asked: Execution) -> Execution:
             "is not made for several threads at a time.",
             stacklevel=4,
         )
-    return "inline" if compiled else asked
+    if compiled:
+        return "inline"
+    return asked
 
 
 def end_failed_step(

@@ -289,7 +289,9 @@ class ModuleCopy:
         if device is not None and self._home is not None:
             device = device_beside(tensor, self._home, device)
         copied = _copied(tensor, device)
-        return like_parameter(tensor, copied) if isinstance(tensor, nn.Parameter) else copied
+        if isinstance(tensor, nn.Parameter):
+            return like_parameter(tensor, copied)
+        return copied
 
     def _uncopyable(self) -> tuple[str, Any]:
         """The first attribute that fails, by its path; the module itself where none fails alone."""
@@ -508,7 +510,9 @@ def _copy_weak_tables(memo: Memo, values: Iterable[Any]) -> None:
 def _referent_of(reference: Any) -> Any:
     """What a weak reference leads to; of a method, the object that it is bound to."""
     referent = reference()
-    return referent.__self__ if isinstance(referent, types.MethodType) else referent
+    if isinstance(referent, types.MethodType):
+        return referent.__self__
+    return referent
 
 
 def _is_copied_by_state(value: Any) -> bool:

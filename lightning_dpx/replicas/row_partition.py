@@ -137,7 +137,9 @@ class RowPartition:
     @property
     def workload(self) -> tuple[float, ...]:
         """Every device's share of a batch, in any unit."""
-        return self._workload if self.balancer is None else self.balancer.shares
+        if self.balancer is None:
+            return self._workload
+        return self.balancer.shares
 
     def sizes(self, num_rows: int, *, training: bool, row_shapes: RowShapes = ()) -> tuple[int, ...]:
         """Rows per replica, and so per micro-batch, of a batch of ``num_rows``.
@@ -176,7 +178,9 @@ class RowPartition:
 
     def _sizes_of_devices(self, num_rows: int, usual: int, *, merges: bool) -> tuple[int, ...]:
         sizes = split_sizes(num_rows, self.workload, usual)
-        return merge_neighbours(sizes, self.devices) if merges else sizes
+        if merges:
+            return merge_neighbours(sizes, self.devices)
+        return sizes
 
     def forget_usual_rows(self) -> None:
         """The next batch is a full one, whatever came before."""

@@ -128,7 +128,9 @@ def _content_of(container: Any) -> list[Any] | None:
     """What a small container holds, for :func:`_fill`."""
     if size_of(container) > _SMALL:
         return None
-    return pairs_of(container) if isinstance(container, dict) else items_of(container)
+    if isinstance(container, dict):
+        return pairs_of(container)
+    return items_of(container)
 
 
 def _fill(container: Any, mark: Any, content: list[Any] | None) -> None:
@@ -162,10 +164,14 @@ def _on_device(value: Any, home: torch.device, seen: set[int]) -> Any:
         seen: The ids of the containers that have been gone through.
     """
     if isinstance(value, torch.Tensor):
-        return value if value.device == device_beside(value, home, home) else value.to(home)
+        if value.device == device_beside(value, home, home):
+            return value
+        return value.to(home)
     if type(value) is tuple:
         moved = [_on_device(item, home, seen) for item in value]
-        return value if all(map(operator.is_, moved, value)) else tuple(moved)
+        if all(map(operator.is_, moved, value)):
+            return value
+        return tuple(moved)
     if not isinstance(value, MUTABLE) or id(value) in seen:
         return value
     seen.add(id(value))

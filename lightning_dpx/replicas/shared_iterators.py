@@ -42,7 +42,9 @@ class Taken:
 
     def again(self) -> "Taken":
         """The same item, or error, for a step that is taken again."""
-        return self if self.error is not None else Taken(value=_copied(self.kept, None), kept=self.kept)
+        if self.error is not None:
+            return self
+        return Taken(value=_copied(self.kept, None), kept=self.kept)
 
 
 class IteratorProxy(Iterator[Any]):
@@ -117,7 +119,9 @@ class SharedIterator(IteratorProxy):
             if taken.error is not None:
                 raise taken.error
             # From the copy, which was made before any replica could write what was fetched.
-            return taken.value if number == 0 else _copied(taken.kept, state["_home"])
+            if number == 0:
+                return taken.value
+            return _copied(taken.kept, state["_home"])
 
     def _fetched(self, fetch: Callable[[Any], Any]) -> Taken:
         state = vars(self)
@@ -482,7 +486,9 @@ def _of_space(space: Any, key: str) -> Any:
     """What a namespace, a container or a class has under ``key``."""
     # A class's own dict cannot be written, so classes are spaces by themselves.
     held = vars(space) if isinstance(space, type) else space
-    return held[key] if not isinstance(held, dict) else held.get(key)
+    if not isinstance(held, dict):
+        return held[key]
+    return held.get(key)
 
 
 def _write_to_space(space: Any, key: str, value: Any) -> None:
@@ -515,10 +521,14 @@ def _copied(value: Any, home: torch.device | None) -> Any:
 
 def _unwrapped(iterator: Any) -> Any:
     """What was put back to the middle of an earlier step may hold what stood in for its iterators."""
-    return vars(iterator)["_iterator"] if type(iterator) is SharedIterator else iterator
+    if type(iterator) is SharedIterator:
+        return vars(iterator)["_iterator"]
+    return iterator
 
 
 def _value(space: Any, key: Any) -> Any:
     if isinstance(space, dict):
         return space.get(key, _MISSING)
-    return space[key] if key < len(space) else _MISSING
+    if key < len(space):
+        return space[key]
+    return _MISSING

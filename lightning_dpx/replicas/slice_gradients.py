@@ -99,7 +99,9 @@ class OutputGradients:
                 if _is_like(grad.shape, whole):
                     return grad.reshape(whole).narrow(dim, rows.start, size)
         # What has no rows was averaged, each replica's by its rows.
-        return grad.reshape(leaf.shape) * share if _is_like(grad.shape, leaf.shape) else None
+        if _is_like(grad.shape, leaf.shape):
+            return grad.reshape(leaf.shape) * share
+        return None
 
     def _refused(self, own: Mapping[str, torch.Tensor | None]) -> SliceError:
         given = "none" if self.given is None else _described(self.given)
@@ -175,7 +177,9 @@ def _shapes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
 
 def _sum(grad: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     if grad is None or other is None:
-        return other if grad is None else grad
+        if grad is None:
+            return other
+        return grad
     return grad + other
 
 
@@ -204,7 +208,9 @@ def join_input_gradients(
         for part, grad in zip(parts, grads, strict=True):
             present.append(torch.zeros_like(part, device=device) if grad is None else grad.to(device))
         # Every replica had all of it, so each of its elements has a gradient from each of them.
-        return sum(present[1:], present[0]) if dim == -1 or not first.ndim else torch.cat(present, dim)
+        if dim == -1 or not first.ndim:
+            return sum(present[1:], present[0])
+        return torch.cat(present, dim)
     children = children_of(first)
     if children is None:
         return None

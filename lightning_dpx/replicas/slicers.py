@@ -68,7 +68,9 @@ class FunctionSlicer(Slicer):
 
     def num_rows(self, batch: Any) -> int | None:
         """The batch's length, where it has one."""
-        return len(batch) if hasattr(type(batch), "__len__") else None
+        if hasattr(type(batch), "__len__"):
+            return len(batch)
+        return None
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> Sequence[Any]:
         """What the function makes of the batch."""
@@ -142,7 +144,9 @@ def slicer_of(node: Any) -> Slicer | None:
         built_in = [slicer for name, slicer in _BUILT_IN.items() if name in map(_full_name, kind.__mro__)]
         # Also that there is none is remembered.
         slicers = _found[kind] = [*registered, *built_in][:1]
-    return slicers[0] if slicers else None
+    if slicers:
+        return slicers[0]
+    return None
 
 
 def with_encodings(node: Any, part: Any, start: int, stop: int) -> Any:

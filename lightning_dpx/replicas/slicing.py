@@ -196,7 +196,10 @@ def _size_of_plain_tensors(batch: Any, batch_dim: BatchDim) -> int | None:
         if tensor.ndim <= batch_dim or size not in (None, tensor.shape[batch_dim]):
             return None
         size = tensor.shape[batch_dim]
-    return None if size == len(batch) else size  # as many columns as rows may be rows
+    # as many columns as rows may be rows
+    if size == len(batch):
+        return None
+    return size
 
 
 class BatchSlicer:
@@ -324,7 +327,9 @@ def _rows_for_function(batch: Any) -> int | None:
             lengths = inner
     if len(lengths) == 1:
         return lengths.pop()
-    return len(batch) if hasattr(type(batch), "__len__") else None
+    if hasattr(type(batch), "__len__"):
+        return len(batch)
+    return None
 
 
 def user_slicer(batch_slicer: Any, module: Any, batch_dim: BatchDim) -> BatchSlicer:

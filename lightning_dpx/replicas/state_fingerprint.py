@@ -84,4 +84,6 @@ def _kept_alive(contents: Iterable[Any]) -> list[Any]:
 
 
 def _identities(item: Any) -> Any:
-    return tuple(map(id, item)) if isinstance(item, tuple) else id(item)
+    if isinstance(item, tuple):
+        return tuple(map(id, item))
+    return id(item)

@@ -50,7 +50,9 @@ class BetweenSteps(TorchFunctionMode):
             here = args[0].device
 
         def bring(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(here) if tensor.device in pair and tensor.device != here else tensor
+            if tensor.device in pair and tensor.device != here:
+                return tensor.to(here)
+            return tensor
 
         args, kwargs = tree_map_only(torch.Tensor, bring, (args, kwargs))
         return func(*args, **kwargs)

@@ -119,7 +119,9 @@ class _Offloading:
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.device == self._target or not has_storage(tensor):
                 return tensor
-            return tensor if key_of(tensor.untyped_storage()) in stay else self._pack(tensor)
+            if key_of(tensor.untyped_storage()) in stay:
+                return tensor
+            return self._pack(tensor)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
         # Torch keeps these hooks for each thread, and two forward hooks stand for the two ends
@@ -167,4 +169,6 @@ class _Offloading:
         return self._fetches.slot_for(offloaded)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        return saved if isinstance(saved, torch.Tensor) else self._fetches.fetch(saved)
+        if isinstance(saved, torch.Tensor):
+            return saved
+        return self._fetches.fetch(saved)

@@ -180,7 +180,9 @@ class SimModule:
 
     def exchange_device(self, device: int) -> int:
         """Makes ``device`` current and returns the one before; a negative index changes nothing."""
-        return self.current_device() if device < 0 else int(torch.ops.dpx_sim.exchange_device(device))
+        if device < 0:
+            return self.current_device()
+        return int(torch.ops.dpx_sim.exchange_device(device))
 
     _exchange_device = maybe_exchange_device = _maybe_exchange_device = exchange_device
 
@@ -203,7 +205,9 @@ class SimModule:
         if isinstance(device, int):
             return device
         index = torch.device(device).index
-        return self.current_device() if index is None else index
+        if index is None:
+            return self.current_device()
+        return index
 
     # ---- streams: work is done when the call returns ----
 

@@ -112,7 +112,9 @@ def clear_traffic() -> None:
 
 
 def _device(index: str) -> torch.device:
-    return torch.device("cpu") if index == "-1" else torch.device("sim", int(index))
+    if index == "-1":
+        return torch.device("cpu")
+    return torch.device("sim", int(index))
 
 
 # Each copy asks for its maker, thousands in a step: a cache of names halves what that takes, 7 us of a copy.

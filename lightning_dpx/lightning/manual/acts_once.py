@@ -42,7 +42,9 @@ def current_view() -> Any:
     view = _VIEW.get()
     # What runs once for all, in a meeting or in the thread of an optimizer, may have inherited a
     # view, but it is no replica's code.
-    return None if view is None or current_rank() is None else view
+    if view is None or current_rank() is None:
+        return None
+    return view
 
 
 @contextmanager
@@ -123,7 +125,9 @@ def _make_subclass(kind: Any) -> type:
         def __getattribute__(self, name: str) -> Any:
             # Python asks for special attributes by itself, as in isinstance(), and the class must answer.
             view = None if name.startswith("__") else current_view()
-            return super().__getattribute__(name) if view is None else view.attribute(self, name)
+            if view is None:
+                return super().__getattribute__(name)
+            return view.attribute(self, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             view = None if name.startswith("__") else current_view()

@@ -100,4 +100,6 @@ def weighted(roots: tuple[Any, ...], gradients: Any, weight: float) -> Any:
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     # A GradientEdge is a named tuple, and one root.
     is_several = isinstance(value, list | tuple) and not isinstance(value, torch.autograd.graph.GradientEdge)
-    return tuple(value) if is_several else (value,)
+    if is_several:
+        return tuple(value)
+    return (value,)

@@ -418,10 +418,14 @@ class ManualOptimization:
         tensors = [value.detach() for value in values if isinstance(value, Tensor)]
         if len(tensors) < len(values):
             total = sum(value * weight for value, weight in zip(values, weights, strict=True))
-            return total if self.step.adds_losses else total / sum(weights)
+            if self.step.adds_losses:
+                return total
+            return total / sum(weights)
         merged = weighted_mean(tensors, weights, device)
         # Each part of a sum weighs 1, so this is the mean of the parts so far.
-        return merged * len(weights) if self.step.adds_losses and len(weights) > 1 else merged
+        if self.step.adds_losses and len(weights) > 1:
+            return merged * len(weights)
+        return merged
 
     def _merged_arguments(self, given: Sequence[Any]) -> Any:
         """The first replica's, but numbers that differ (losses) are merged as losses are."""
@@ -457,7 +461,9 @@ def _names_of(replicas: ReplicaSet) -> list[str]:
 
 def _unwrapped(owner: Any) -> Any:
     """The optimizer in Lightning's wrapper of it."""
-    return plain_attribute(owner, "_optimizer") if isinstance(owner, LightningOptimizer) else owner
+    if isinstance(owner, LightningOptimizer):
+        return plain_attribute(owner, "_optimizer")
+    return owner
 
 
 def _numbered(owners: Sequence[Any]) -> dict[int, int]:

@@ -225,7 +225,9 @@ class ReplicaView:
             return "scaler"
         kind = "optimizer" if isinstance(owner, Optimizer) else "scheduler"
         number = self._manual.number_of(owner)
-        return kind if number is None else f"{kind} {number}"
+        if number is None:
+            return kind
+        return f"{kind} {number}"
 
     def _zero_grad(self, owner: Any, set_to_none: bool = True) -> None:
         """Of this replica's parameters only: the others do the same."""
@@ -422,6 +424,8 @@ def _mapped(value: Any, counterparts: Mapping[int, Any], device: torch.device | 
             return counterparts[id(tensor)]
         # Results come from the owners' device; a parameter without a counterpart is the user's own.
         is_own = device is not None and not isinstance(tensor, nn.Parameter)
-        return tensor.to(device) if is_own else tensor
+        if is_own:
+            return tensor.to(device)
+        return tensor
 
     return tree_map_only(Tensor, exchange, value)

@@ -35,7 +35,9 @@ class Mark:
     def of(cls, parameter: torch.Tensor) -> "Mark":
         """The gradient of ``parameter`` as it is now."""
         gradient = parameter.grad
-        return cls(None, 0) if gradient is None else cls(TensorWeakRef(gradient), version_counter(gradient))
+        if gradient is None:
+            return cls(None, 0)
+        return cls(TensorWeakRef(gradient), version_counter(gradient))
 
     @classmethod
     def of_another(cls) -> "Mark":

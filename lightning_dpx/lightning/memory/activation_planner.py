@@ -317,4 +317,6 @@ def _refuse_sharded_steps_by_hand(trainer: Trainer, module: LightningModule) -> 
 def _outermost(trainer: Trainer, module: LightningModule) -> nn.Module:
     """The wrapper of FSDP1 round ``module``, which has the user's own parameters; else the module itself."""
     wrapper = trainer.strategy.model
-    return wrapper if isinstance(trainer.strategy, FSDPStrategy) and wrapper is not None else module
+    if isinstance(trainer.strategy, FSDPStrategy) and wrapper is not None:
+        return wrapper
+    return module

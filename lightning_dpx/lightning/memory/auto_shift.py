@@ -121,7 +121,9 @@ def states_of(optimizer: Any) -> int:
     # By the names of its settings: what an optimizer will keep can be seen
     # only after its first step.
     if "betas" in defaults:
-        return 3 if defaults.get("amsgrad") else 2
+        if defaults.get("amsgrad"):
+            return 3
+        return 2
     # RMSprop keeps a mean of squares beside it, and one of gradients where it is centered.
     if "centered" in defaults:
         return 1 + bool(defaults["momentum"]) + bool(defaults["centered"])
@@ -132,5 +134,7 @@ def states_of(optimizer: Any) -> int:
     if "initial_accumulator_value" in defaults:
         return 1
     if "momentum" in defaults:  # of SGD's kind, which keeps one tensor if it has momentum at all
-        return 1 if defaults["momentum"] else 0
+        if defaults["momentum"]:
+            return 1
+        return 0
     return 2  # nobody knows: as many as Adam keeps

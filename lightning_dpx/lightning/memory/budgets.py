@@ -146,7 +146,9 @@ class Budgets:
                 raise ConfigurationError(
                     f"{self.describe(device)} is more than {device} has, {format_mib(total)}; give less, or 'auto'."
                 )
-            return int(budget * total) if isinstance(budget, float) else budget
+            if isinstance(budget, float):
+                return int(budget * total)
+            return budget
         # On the host what is allocated is the resident memory, which is not the tensors' alone.
         present = 0 if is_host(device) else allocated_and_peak(device)[0]
         return present + int(free_bytes(device) * (1 - _MARGIN))

@@ -89,7 +89,9 @@ class DevicePlanner:
 
     def aside(self, number: int) -> int:
         """Bytes that so many micro-batches need beside their activations: gradients of earlier batches."""
-        return self._aside if number > 1 else 0
+        if number > 1:
+            return self._aside
+        return 0
 
     def followed(self, plan: MemoryPlan | None) -> Profile:
         """The step that a plan is followed in: on the largest micro-batch where it is cut."""
@@ -99,7 +101,9 @@ class DevicePlanner:
         return self._profile_of_part(plan.micro_batch_rows)
 
     def _profile(self, rows: int, accumulates: bool) -> Profile:
-        return self._profile_of_part(rows) if accumulates else self._profile_of_slice(rows)
+        if accumulates:
+            return self._profile_of_part(rows)
+        return self._profile_of_slice(rows)
 
 
 def micro_batches_of(

@@ -138,7 +138,9 @@ class DeviceForecast:
     @property
     def needed(self) -> int:
         """The predicted peak, or the least that the device can do with where that is over the budget."""
-        return self.peak if self.fits else max(self.smallest, self.budget)
+        if self.fits:
+            return self.peak
+        return max(self.smallest, self.budget)
 
     @property
     def fits(self) -> bool:

@@ -53,7 +53,9 @@ def _first_row(example: Any, replicas: ReplicaSet) -> Any:
     if not isinstance(replicas.slicer.batch_dim, int):
         raise SliceError("batch_dim names the inputs of a batch, not those of forward.")
     num_rows = batch_size(example, replicas.slicer.batch_dim)
-    return example if num_rows == 1 else slice_batch(example, [1, num_rows - 1], replicas.slicer.batch_dim)[0]
+    if num_rows == 1:
+        return example
+    return slice_batch(example, [1, num_rows - 1], replicas.slicer.batch_dim)[0]
 
 
 def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, device: torch.device) -> Profile:

@@ -34,7 +34,9 @@ class _Mean(nn.Module):
 def seconds_of_a_micro_batch(device: torch.device) -> float:
     """Seconds of processor time for one more micro-batch, beside its operators on ``device``."""
     # An accelerator computes while Python goes on, so this time is hidden there.
-    return _on_the_host() if device.type == "cpu" else 0.0
+    if device.type == "cpu":
+        return _on_the_host()
+    return 0.0
 
 
 @cache

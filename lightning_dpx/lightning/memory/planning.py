@@ -138,7 +138,9 @@ class MemoryPlanning:
     @property
     def given_micro_batches(self) -> int:
         """Into how many micro-batches the plan that was given cuts every slice; 1 without one."""
-        return 1 if self._given is None else self._given.micro_batches
+        if self._given is None:
+            return 1
+        return self._given.micro_batches
 
     def follow_given(self, replicas: ReplicaSet) -> None:
         """Puts the plan that was given on every replica."""

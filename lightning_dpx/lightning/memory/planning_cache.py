@@ -179,7 +179,9 @@ def agreement(trainer: Trainer | None, *, together: bool) -> Agree:
     if strategy is not None and together:
         return partial(strategy.reduce_boolean_decision, all=True)
     # A process that plans alone, after it ran out of memory, has no others to ask.
-    return bool if getattr(strategy, "num_processes", 1) == 1 else _never
+    if getattr(strategy, "num_processes", 1) == 1:
+        return bool
+    return _never
 
 
 def _never(_mine: bool) -> bool:

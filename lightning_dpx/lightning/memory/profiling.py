@@ -73,7 +73,9 @@ def keeps_earlier_gradients(trainer: Trainer, module: LightningModule) -> bool:
 def devices_of(replica: Replica) -> list[torch.device]:
     """The devices that a step of ``replica`` runs on: its own, and that of the parts that are shifted."""
     shift = applied_shift(replica.module)
-    return [replica.device] if shift is None else [replica.device, shift.target]
+    if shift is None:
+        return [replica.device]
+    return [replica.device, shift.target]
 
 
 def announce_profile(rows: int, device: torch.device) -> None:
@@ -213,7 +215,9 @@ def _on_shadow(
 
 def end_of_step(shadow: Any, output: Any) -> torch.Tensor | None:
     """The loss to run a backward of; ``None`` for a step by hand, which has run its own."""
-    return loss_to_plan_from(output) if shadow.automatic_optimization else None
+    if shadow.automatic_optimization:
+        return loss_to_plan_from(output)
+    return None
 
 
 def _as_it_is(saved: torch.Tensor) -> torch.Tensor:

@@ -336,7 +336,9 @@ class StepMemory(NoStepMemory):
         slices = session.training.rehearsed(session.slices.of("training_step", step.args[0]), step.args, step.kwargs)
         recut = StepInput(slices, step.args, step.kwargs)
         self._step = recut
-        return None if self._micro_batches.is_left else recut
+        if self._micro_batches.is_left:
+            return None
+        return recut
 
     # ---- what the first batch decides ----
 
@@ -409,7 +411,9 @@ class StepMemory(NoStepMemory):
         precision = session.strategy.precision_plugin
 
         def profiles_of(replica: Replica) -> Any:
-            return [] if example is not None else profile_example(replicas, replica, precision)
+            if example is not None:
+                return []
+            return profile_example(replicas, replica, precision)
 
         self._planning.check_feasible(replicas, self._static_memory, profiles_of)
         if example is None:

@@ -108,11 +108,15 @@ def name_of_reducer(reducer: str | GradientReducer, devices: Sequence[torch.devi
     """The name of what a run on these devices would use; they need not be there."""
     if isinstance(reducer, GradientReducer):
         names = [name for name in REDUCERS if REDUCERS[name] is type(reducer)]
-        return names[0] if names else type(reducer).__name__
+        if names:
+            return names[0]
+        return type(reducer).__name__
     if reducer != "auto":
         return reducer
     # What this machine's own PyTorch can do is of no interest: CUDA devices come with NCCL.
-    return "nccl" if {device.type for device in devices} == {"cuda"} else "collective"
+    if {device.type for device in devices} == {"cuda"}:
+        return "nccl"
+    return "collective"
 
 
 def _owners(reducer: Any, name: str, devices: Sequence[torch.device], parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -192,7 +196,9 @@ def _bytes_on_link(parameter: nn.Parameter, machines: Machines) -> int:
 
 def _summed_itemsize(parameter: nn.Parameter) -> int:
     """Bytes of a number of the gradient while it is summed."""
-    return 4 if parameter.dtype in HALVES else parameter.element_size()
+    if parameter.dtype in HALVES:
+        return 4
+    return parameter.element_size()
 
 
 def _bytes_between_nodes(parameter: nn.Parameter, machines: Machines) -> int:

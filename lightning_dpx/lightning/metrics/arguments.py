@@ -206,7 +206,9 @@ def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
     if isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point:
         guesses.remove(settings.number)
         guesses.insert(0, settings.number)
-    return [SAME, *guesses] if _are_equal(parts) else guesses
+    if _are_equal(parts):
+        return [SAME, *guesses]
+    return guesses
 
 
 def _list_rules(parts: list[Any], settings: JoinSettings) -> Iterator[tuple[str, Any]]:
@@ -235,15 +237,21 @@ def _apply(rule: str, parts: list[Any], settings: JoinSettings) -> Any:
         total = sum(settings.rows)
         return sum(part * (rows / total) for part, rows in zip(parts, settings.rows, strict=True))
     dim = int(rule.partition(" ")[2])
-    return np.concatenate(parts, dim) if isinstance(first, np.ndarray) else torch.cat(parts, dim)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts, dim)
+    return torch.cat(parts, dim)
 
 
 def _rebuild(like: Any, keys: list[Any], values: list[Any]) -> Any:
     kind: Any = type(like)
     if isinstance(like, Mapping):
         pairs = dict(zip(keys, values, strict=True))
-        return pairs if kind is dict else kind(pairs)
-    return kind(*values) if hasattr(like, "_fields") else kind(values)
+        if kind is dict:
+            return pairs
+        return kind(pairs)
+    if hasattr(like, "_fields"):
+        return kind(*values)
+    return kind(values)
 
 
 def _has_items(value: Any, keys: Sequence[Any]) -> bool:
@@ -273,7 +281,9 @@ def _is_close(one: Any, other: Any) -> bool:
         theirs = theirs.to(mine.device)
         # Integers have no rounding to forgive.
         exact = not (mine.dtype.is_floating_point or mine.dtype.is_complex)
-        return torch.equal(mine, theirs) if exact else torch.allclose(mine, theirs.to(mine), 1e-5, 1e-7, True)
+        if exact:
+            return torch.equal(mine, theirs)
+        return torch.allclose(mine, theirs.to(mine), 1e-5, 1e-7, True)
     if isinstance(one, list | tuple):
         same = type(one) is type(other) and len(one) == len(other)
         return same and all(map(_is_close, one, other))

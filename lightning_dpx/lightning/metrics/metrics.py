@@ -333,9 +333,13 @@ class ReplicaMetrics:
         def move(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 # What the step has put on the host stays there, as it would on one device.
-                return leaf.to(home) if leaf.device == there else leaf
+                if leaf.device == there:
+                    return leaf.to(home)
+                return leaf
             is_there = isinstance(leaf, torch.device | str) and call.method in MOVES and torch.device(leaf) == there
-            return home if is_there else leaf
+            if is_there:
+                return home
+            return leaf
 
         args, kwargs = tree_map(move, (call.args, call.kwargs))
         return args, kwargs
@@ -420,7 +424,9 @@ def _copied_outside(value: Any) -> Any:
     """A copy of a tensor, or of a list or dict with the very items that it has."""
     if isinstance(value, Tensor):
         return _copied(value)
-    return copy.copy(value) if isinstance(value, list | dict) else value
+    if isinstance(value, list | dict):
+        return copy.copy(value)
+    return value
 
 
 def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:

@@ -63,7 +63,9 @@ def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, in
     followed = memory_plans(trainer).get(device)
     # The callback's budget is one for activations, and the figure here is for
     # everything on the device.
-    return (0, 0) if followed is None else (followed[0].peak or 0, 0)
+    if followed is None:
+        return (0, 0)
+    return (followed[0].peak or 0, 0)
 
 
 def micro_batches_on(trainer: Trainer, device: torch.device) -> int:

@@ -16,7 +16,9 @@ class StepAwareRank(int):
         # The decorator asks whether rank == 0, of whatever thread runs, so
         # the answer can depend on it.
         rank = current_rank()
-        return int(self) == other if rank is None else self.first_replica + rank.rank == other
+        if rank is None:
+            return int(self) == other
+        return self.first_replica + rank.rank == other
 
     def __hash__(self) -> int:
         # A class that defines __eq__ alone would lose its hash, and with it its place as a key.

@@ -89,7 +89,9 @@ def _copies_of_views(rows: Any) -> dict[int, Any]:
         if storage == other and start < end:
             return {}
     is_data = not any(tensor.requires_grad for tensor in tensors)
-    return {id(tensor): tensor.clone() for tensor in tensors} if is_data else {}
+    if is_data:
+        return {id(tensor): tensor.clone() for tensor in tensors}
+    return {}
 
 
 def unequal_sizes(num_rows: int, num_slices: int, factor: int = 1) -> tuple[int, ...]:

@@ -47,7 +47,10 @@ class Call:
     @property
     def dataloader_idx(self) -> int:
         """Of an evaluation with several loaders."""
-        return self.args[2] if self.name != "training_step" and len(self.args) > 2 else 0
+        if self.name != "training_step" and len(self.args) > 2:
+            index: int = self.args[2]
+            return index
+        return 0
 
 
 @dataclass(slots=True, kw_only=True)

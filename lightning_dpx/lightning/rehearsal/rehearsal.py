@@ -261,7 +261,9 @@ class Rehearsal:
         if self._sliced.has_waited:
             return "they wait for each other in the step (a collective, or a metric's value), so all are held at once."
         found = outcome.comparison
-        return f"{NOT_ALIKE}on {found.rows} rows, {found.summary()}." if found.differences else ""
+        if found.differences:
+            return f"{NOT_ALIKE}on {found.rows} rows, {found.summary()}."
+        return ""
 
     def _check_iterators(self) -> None:
         """Refuses what came of a step that takes items from iterators, which cannot be given back.

@@ -214,7 +214,9 @@ class _Flags:
 def _holder_of_results(trainer: Any) -> Any:
     """The loop that keeps what the current stage logs; ``None`` where nothing can be logged."""
     loop = trainer.fit_loop.epoch_loop if trainer.training else active_loop(trainer)
-    return loop if loop is not None and "_results" in vars(loop) else None
+    if loop is not None and "_results" in vars(loop):
+        return loop
+    return None
 
 
 def make_shadow(
@@ -346,7 +348,9 @@ def _stepped_among(value: Any) -> list[Any]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    if isinstance(optimizer, LightningOptimizer):
+        return optimizer.optimizer
+    return optimizer
 
 
 def _exchange(attributes: dict[str, Any], counterparts: Mapping[int, Any]) -> None:
@@ -400,4 +404,6 @@ def _follow_parameters(copied: Any, original: Any) -> None:
 
 
 def _moved(tensor: torch.Tensor, source: torch.device, target: torch.device) -> torch.Tensor:
-    return tensor.to(target) if tensor.device == source else tensor
+    if tensor.device == source:
+        return tensor.to(target)
+    return tensor

@@ -179,7 +179,9 @@ class ShadowStep:
     def context(self) -> Any:
         """The context of the precision plugin around a step."""
         precision = self.strategy.precision_plugin
-        return precision.train_step_context() if self.trains else precision.val_step_context()
+        if self.trains:
+            return precision.train_step_context()
+        return precision.val_step_context()
 
     def finish(
         self, seen: Observation, final: Any, shadow: Any, owners: list[Any], step: TrainingStep | None = None

@@ -66,7 +66,9 @@ class CallDraws:
     @property
     def num_bytes(self) -> int:
         """What the generators' states take that stay until the call is made again."""
-        return 0 if self._before is None else self._before.nbytes
+        if self._before is None:
+            return 0
+        return self._before.nbytes
 
     @property
     def drew(self) -> bool:
@@ -105,4 +107,6 @@ class CallDraws:
 
 def unseen() -> AbstractContextManager[object]:
     """What runs in here is no part of the step for those who watch its operators."""
-    return disable_current_modes() if len_torch_dispatch_stack() else nullcontext()
+    if len_torch_dispatch_stack():
+        return disable_current_modes()
+    return nullcontext()

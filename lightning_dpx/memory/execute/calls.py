@@ -255,8 +255,11 @@ class Replay:
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory of ``tensor``, and its numbers."""
-    base = view_base(tensor)
-    return tensor if base is None or base.dtype != tensor.dtype else base  # a complex number is no view of its parts
+    base: torch.Tensor | None = view_base(tensor)
+    # a complex number is no view of its parts
+    if base is None or base.dtype != tensor.dtype:
+        return tensor
+    return base
 
 
 def returned_by(node: Any, output: int) -> tuple[Call, OutputKey] | None:

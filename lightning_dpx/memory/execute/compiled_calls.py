@@ -116,4 +116,6 @@ def exchange_code(module: nn.Module, name: str, code: Callable[..., Any]) -> Non
 
 def uncompiled_of(module: nn.Module) -> nn.Module:
     """What ``torch.compile(module)`` was given, or ``module`` itself."""
-    return original_of(module) if isinstance(module, OptimizedModule) else module
+    if isinstance(module, OptimizedModule):
+        return original_of(module)
+    return module

@@ -54,7 +54,9 @@ def inside(module: nn.Module) -> nn.Module:
 def _wrapper_class() -> Any:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who wraps has imported it
     # No module is of no class.
-    return () if fsdp is None else fsdp.FullyShardedDataParallel
+    if fsdp is None:
+        return ()
+    return fsdp.FullyShardedDataParallel
 
 
 @contextmanager

@@ -165,7 +165,9 @@ class GraphTape:
             make, inputs = self._recipe(node, output, depth + 1)
             if name in VIEWS and make is not select_output:  # a call that is made again gives the view itself
                 (base,) = inputs
-                return View(base, make) if type(base) is Value else View(base.value, Both(base.look, make))
+                if type(base) is Value:
+                    return View(base, make)
+                return View(base.value, Both(base.look, make))
             value = Value("", name)
             value.learn(make, inputs)
             value.dropped = True
@@ -183,7 +185,9 @@ class GraphTape:
         if not isinstance(operand, WeakTensor):
             return operand
         value = self.keep_constant(operand.base(most))
-        return value if operand.view is None else View(value, operand.look)
+        if operand.view is None:
+            return value
+        return View(value, operand.look)
 
     def want_operands(self, node: Any) -> None:
         """The next step notes operands, too: a recipe has asked for those of ``node``."""
@@ -229,7 +233,10 @@ def known_value(node: Any, output: int, tag: str = _TAG) -> Value | None:
     """The value of that output, if there is one already."""
     # Most nodes have one output; for that one no tuple is made, here and in :func:`mark_output`.
     known = node.metadata.get((tag, output) if output else tag)
-    return known() if known is not None else None
+    if known is None:
+        return None
+    value: Value | None = known()
+    return value
 
 
 def _refuse_released(node: Any, name: str) -> None:
@@ -284,7 +291,9 @@ class Node:
 
     def operand(self, index: int) -> Any:
         """The input tensor number ``index`` along the graph; the operand in its place if there is no such edge."""
-        return self.edge(index) if self.has_edge(index) else self.constant()
+        if self.has_edge(index):
+            return self.edge(index)
+        return self.constant()
 
     def constant(self, index: int = 0) -> Any:
         """Operand number ``index`` of those that are not part of the graph."""
@@ -332,7 +341,9 @@ class Node:
     @property
     def saved_strides(self) -> tuple[int, ...] | None:
         """The strides of the output where it is saved; ``None`` elsewhere."""
-        return None if self._identity is None else self._identity.stride
+        if self._identity is None:
+            return None
+        return self._identity.stride
 
     @property
     def num_edges(self) -> int:

@@ -123,7 +123,9 @@ class CallNames:
         ``None`` outside of a step, and while a call is made again.
         """
         stack: list[list[Any]] | None = getattr(self._local, "stack", None)
-        return None if stack is None or repeating() else stack
+        if stack is None or repeating():
+            return None
+        return stack
 
     @property
     def in_compiled_code(self) -> bool:
@@ -143,7 +145,9 @@ class CallNames:
     def saved(self) -> int:
         """Tensors that autograd has saved so far, counted by :meth:`count`."""
         running = self._saving
-        return 0 if running is None else running.saved
+        if running is None:
+            return 0
+        return running.saved
 
     def count(self) -> None:
         """Counts one more tensor that autograd saves."""
@@ -176,9 +180,12 @@ class CallNames:
     def call_that_makes(self, storage: int) -> Call | None:
         """The innermost of the running calls that was not given that memory, if it is noted, and heard all along."""
         # A call does not make what it was given, but the one around it may.
-        for _, _, call in reversed(self.stack or ()):
+        for _, _, noted in reversed(self.stack or ()):
+            call: Call | None = noted
             if call is not None and not any(argument.is_in(storage) for argument in call.arguments.tensors):
-                return call if call.is_counted else None
+                if call.is_counted:
+                    return call
+                return None
         return None
 
     def hear(self, *, hears: bool) -> None:

@@ -288,4 +288,6 @@ def _call_for(value: Value | None) -> Entered | None:
 
 def _node_of(tensor: torch.Tensor) -> str:
     node = tensor.grad_fn
-    return "" if node is None else node.name()
+    if node is None:
+        return ""
+    return node.name()

@@ -107,4 +107,6 @@ class ShardedUnits:
         if tensor is None or tensor.layout is not torch.strided:
             return set()
         unit = self._unit_of_storage.get(key_of(tensor.untyped_storage()))
-        return set() if unit is None else {unit}
+        if unit is None:
+            return set()
+        return {unit}

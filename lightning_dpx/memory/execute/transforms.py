@@ -122,7 +122,9 @@ class _PerThread(ModuleType):
     @property
     def disable_saved_tensors_hooks(self) -> _Disable:
         """Ours in the threads of plans, torch's own elsewhere."""
-        return STEP_ASIDE.disable if STEP_ASIDE.in_use else _torchs_own()
+        if STEP_ASIDE.in_use:
+            return STEP_ASIDE.disable
+        return _torchs_own()
 
     # Without a setter, others could not patch this name while a plan is at work.
     @disable_saved_tensors_hooks.setter

@@ -214,4 +214,6 @@ def bytes_to_make(value: Value, enough: int) -> int:
 def num_bytes_of(value: Value) -> int:
     """Of a value that autograd saves; 0 for others, whose size is not known."""
     identity = value.identity
-    return 0 if identity is None else math.prod(identity.size) * identity.dtype.itemsize
+    if identity is None:
+        return 0
+    return math.prod(identity.size) * identity.dtype.itemsize

@@ -56,6 +56,8 @@ def _cast(nested: Any, dtype: torch.dtype | None) -> Any:
         return nested
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     return tree_map_only(torch.Tensor, cast, nested)

@@ -71,7 +71,9 @@ class UntrackedInputs(TorchFunctionMode):
         # Every function of torch in the step comes here: most leave after one look into a dict.
         places = _NOTED.get(func)
         if places is None:
-            return func(*args) if not kwargs else func(*args, **kwargs)
+            if not kwargs:
+                return func(*args)
+            return func(*args, **kwargs)
         kwargs = kwargs or {}
         # Asked before the call, as a function in place gives its operand another node.
         given = [operand.grad_fn for operand in (*args, *kwargs.values()) if type(operand) in _PLAIN]
@@ -122,7 +124,9 @@ def _note(func: Callable[..., Any], node: Any, outside: list[Any], args: Sequenc
 
 
 def _given(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str) -> Any:
-    return args[place] if place < len(args) else kwargs.get(name)
+    if place < len(args):
+        return args[place]
+    return kwargs.get(name)
 
 
 def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -143,7 +147,9 @@ def _outside(places: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dic
 def _noted(operand: Any) -> Any:
     """A number as it is, a tensor weakly, all else as unknown."""
     if not isinstance(operand, Tensor):
-        return operand if isinstance(operand, int | float | complex | None) else _UNKNOWN
+        if isinstance(operand, int | float | complex | None):
+            return operand
+        return _UNKNOWN
     # Tensors of inference mode count no writes.
     if type(operand) not in _PLAIN or operand.is_inference():
         return _UNKNOWN
@@ -195,7 +201,9 @@ class WeakTensor:
 
     def look(self, base: Tensor) -> Tensor:
         """The tensor, made of what it is a view of."""
-        return base if self.view is None else base.as_strided(*self.view)
+        if self.view is None:
+            return base
+        return base.as_strided(*self.view)
 
     def _bytes(self, base: Tensor) -> int:
         """What is kept for it at the most."""

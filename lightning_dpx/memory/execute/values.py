@@ -260,7 +260,9 @@ def read(entry: Any) -> Any:
     """What an operator takes for ``entry``; its value must be there."""
     if type(entry) is Value:
         return entry.tensor
-    return entry.read() if isinstance(entry, View | Unnamed) else entry
+    if isinstance(entry, View | Unnamed):
+        return entry.read()
+    return entry
 
 
 def compute(wanted: Value) -> torch.Tensor:

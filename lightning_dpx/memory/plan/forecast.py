@@ -69,7 +69,9 @@ def with_overheads(profile: Profile, result: Forecast, dropped: Collection[int])
     more = profile.replaying + seconds_of_places(profile, dropped)
     if dropped:
         more += profile.following
-    return replace(result, seconds=result.seconds + more) if more else result
+    if more:
+        return replace(result, seconds=result.seconds + more)
+    return result
 
 
 def timeline(profile: Profile, dropped: Collection[int], uncached: Collection[int] = ()) -> list[int]:

@@ -71,7 +71,9 @@ def make_planner(planner: str | Planner) -> Planner:
     Raises:
         ConfigurationError: there is no planner of this name.
     """
-    return planner if isinstance(planner, Planner) else PLANNERS[planner]()
+    if isinstance(planner, Planner):
+        return planner
+    return PLANNERS[planner]()
 
 
 def plan_profile(module: Model, profile: Profile, budget: int | None, planner: str | Planner = "auto") -> MemoryPlan:
@@ -387,9 +389,15 @@ def _lower_bound_of(problem: Problem, budget: int, proved: float) -> float:
 
 def _action(value: SavedValue, dropped: bool, uncached: bool) -> Action:
     if not dropped:
-        return "replay" if value.within else "keep"
+        if value.within:
+            return "replay"
+        return "keep"
     if value.offloaded:
         return "offload"
     if value.compact:
-        return "compress each time" if uncached else "compress"
-    return "recompute each time" if uncached else "recompute"
+        if uncached:
+            return "compress each time"
+        return "compress"
+    if uncached:
+        return "recompute each time"
+    return "recompute"

@@ -112,7 +112,9 @@ def read(path: str | os.PathLike[str]) -> Any:
             raise ValueError(f"it is longer than {MOST_BYTES} bytes")
         text = file.read()
     content = _by_lines(text)
-    return yaml.load(text, PlainLoader) if content is None else content
+    if content is None:
+        return yaml.load(text, PlainLoader)
+    return content
 
 
 def _by_lines(text: str) -> dict[str, Any] | None:
@@ -169,7 +171,9 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float):
         text = repr(float(value))  # also of NumPy's
         # YAML 1.1 takes 1e-05 for a text, and 1.0e-05 for a number.
-        return text.replace("e", ".0e", 1) if "e" in text and "." not in text else text
+        if "e" in text and "." not in text:
+            return text.replace("e", ".0e", 1)
+        return text
     return str(int(value))
 
 

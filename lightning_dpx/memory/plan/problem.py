@@ -138,7 +138,9 @@ class Problem:
                 return None
             self._forecasts[key] = result
         is_within = result.peak <= budget and result.seconds <= seconds
-        return result if is_within else None
+        if is_within:
+            return result
+        return None
 
     def timeline(self, choice: Choice) -> np.ndarray:
         """Bytes at every event of the step with this choice; its forecast is known then as well."""

@@ -70,7 +70,9 @@ class ReplayableStep:
     def replayed(self, names: Collection[str]) -> Profile:
         """The step with these calls replayed; of nested ones, the outer."""
         chosen = outermost(self.profile.calls, names)
-        return _Replayed(self, chosen).profile() if chosen else self.profile
+        if chosen:
+            return _Replayed(self, chosen).profile()
+        return self.profile
 
     def peak(self, names: Collection[str]) -> int:
         """Bytes of activations at the most with these calls replayed, without the rest of the profile."""
@@ -192,7 +194,9 @@ class _Replayed:
     def _shorter(self, number: int, storage: SavedStorage) -> SavedStorage:
         """The storage with the event at which it goes in the replayed step."""
         until = int(self._until[number])
-        return storage if until < 0 else replace(storage, freed=max(until, storage.unused))
+        if until < 0:
+            return storage
+        return replace(storage, freed=max(until, storage.unused))
 
     # ---- the values ----
 

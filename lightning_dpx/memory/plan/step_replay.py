@@ -108,7 +108,9 @@ class StepReplay:
         return self.curve.end(kept.curve), kept
 
     def _room_at(self, event: int) -> float:
-        return self._room[min(event, len(self._room) - 1)] if self._room else float("inf")
+        if self._room:
+            return self._room[min(event, len(self._room) - 1)]
+        return float("inf")
 
     def _advance(self, start: int, stop: int) -> None:
         """Notes what is held between two requests."""

@@ -135,7 +135,9 @@ def first_rows(batch: Any) -> tuple[int, Cut]:
     def cut(count: int) -> Any:
         def first(tensor: torch.Tensor) -> torch.Tensor:
             # A tensor of another size holds no rows of the batch, and is needed as it is.
-            return tensor[:count] if tensor.ndim and tensor.size(0) == rows else tensor
+            if tensor.ndim and tensor.size(0) == rows:
+                return tensor[:count]
+            return tensor
 
         return tree_map_only(torch.Tensor, first, batch)
 

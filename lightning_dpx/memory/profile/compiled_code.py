@@ -88,7 +88,9 @@ class _Bytes:
     def end(self) -> Taken:
         """The last moment: what was taken since the one before; nothing if there was none."""
         started, self._started = self._started, None
-        return Taken() if started is None else self._account.stop(started)
+        if started is None:
+            return Taken()
+        return self._account.stop(started)
 
 
 class _Seconds:

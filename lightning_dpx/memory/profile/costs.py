@@ -148,7 +148,9 @@ class CostModel:
 
     def bookkeeping(self) -> Bookkeeping:
         """What a planned step spends beside its operators."""
-        return measured_bookkeeping() if is_host(self.device) else Bookkeeping()
+        if is_host(self.device):
+            return measured_bookkeeping()
+        return Bookkeeping()
 
     def course_of(self, call: Value) -> CallCourse:
         """What ``call`` takes while it is made again.

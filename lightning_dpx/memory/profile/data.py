@@ -253,7 +253,9 @@ class Profile:
         value = self.values[index]
         # In a loop over what is made again nothing is noted, and no hook of autograd is called. A
         # call that is made again has another bookkeeping.
-        return value.seconds if value.call else max(0.0, value.seconds - self.noting)
+        if value.call:
+            return value.seconds
+        return max(0.0, value.seconds - self.noting)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the largest values, and what it takes to make each again."""

@@ -140,7 +140,9 @@ class RooflineCosts(CostModel):
 
     def as_on_target(self) -> AbstractContextManager[Any]:
         """A context for a forward, which keeps in there what the target's operators would."""
-        return AsOnAccelerators() if self.elsewhere and self.offloads else nullcontext()
+        if self.elsewhere and self.offloads:
+            return AsOnAccelerators()
+        return nullcontext()
 
     def _watch(self) -> RatedTrace:
         return RatedTrace(self.device, self._target, self._writes)
@@ -177,7 +179,9 @@ class RooflineCosts(CostModel):
 
     def bookkeeping(self) -> Bookkeeping:
         """The same as here on the host; nothing for devices, which work while Python does."""
-        return Bookkeeping() if self.offloads else measured_bookkeeping()
+        if self.offloads:
+            return Bookkeeping()
+        return measured_bookkeeping()
 
     def compressed(self, value: Value, span: Allocation) -> tuple[int, float] | None:
         """Bytes and seconds of a compressed mask on the host; other targets compress nothing."""
@@ -481,7 +485,9 @@ def _fake_parts_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     # The mode remembers what its fakes are of by weak references, and a tensor that has any cannot be moved to another
     # device; so it is given another one with the same memory.
     made: torch.Tensor = mode.from_tensor(tensor.detach())
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made
 
 
 def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -91,7 +91,9 @@ def _as_large(profile: Profile, other: Profile) -> Profile:
         if value.name in sizes:
             mine += value.num_bytes
             theirs += sizes[value.name]
-    return scaled(profile, theirs / mine) if 0 < mine < theirs else profile
+    if 0 < mine < theirs:
+        return scaled(profile, theirs / mine)
+    return profile
 
 
 def _call_of(name: str) -> tuple[str, int]:
@@ -185,7 +187,9 @@ class _Events:
 
     def of_base(self, event: int) -> int:
         """Where that event of the base is; -1 is none."""
-        return event if event < 0 else event + int(self._shift[min(event, len(self._shift) - 1)])
+        if event < 0:
+            return event
+        return event + int(self._shift[min(event, len(self._shift) - 1)])
 
     def of_run(self, number: int, event: int) -> int:
         """Where that event of the donor is in a run: at its end what comes later."""
@@ -597,7 +601,9 @@ def _made_like(value: SavedValue, other: SavedValue) -> SavedValue:
 
 def _at(curve: np.ndarray, event: int) -> int:
     """Bytes at that event; nothing is there before the first one and after the last."""
-    return int(curve[event]) if 0 <= event < len(curve) else 0
+    if 0 <= event < len(curve):
+        return int(curve[event])
+    return 0
 
 
 def _first_asked(profile: Profile, values: Collection[int], otherwise: int) -> int:

@@ -37,7 +37,9 @@ class Lifetimes:
         """The last use of a value in another run, which is the same if it has ``num_operators``."""
         # Of a run that took another path nothing is known: all counts as used to the end of
         # forward.
-        return self.last_uses.get(name) if num_operators == self.num_operators else num_operators
+        if num_operators == self.num_operators:
+            return self.last_uses.get(name)
+        return num_operators
 
 
 def natural_lifetimes(

@@ -479,7 +479,9 @@ class NotedCalls:
 
 def _allocation_of(tensor: torch.Tensor, trace: MemoryTrace) -> Allocation | None:
     """What ``trace`` knows of the memory of ``tensor``, if that has one block of memory."""
-    return trace.allocation_of(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+    if tensor.layout is torch.strided:
+        return trace.allocation_of(tensor.untyped_storage())
+    return None
 
 
 def _tensor_of(held: Any) -> torch.Tensor | None:
@@ -489,5 +491,9 @@ def _tensor_of(held: Any) -> torch.Tensor | None:
     if isinstance(held, Unnamed | Value):
         return held.tensor
     if isinstance(held, View):
-        return None if held.value.tensor is None else held.read()
-    return held if isinstance(held, torch.Tensor) else None
+        if held.value.tensor is None:
+            return None
+        return held.read()
+    if isinstance(held, torch.Tensor):
+        return held
+    return None

@@ -168,7 +168,9 @@ def _ratio_of(usual: _Case, sparse: _Case) -> float:
     if both <= 0.0:
         return _LEAST_RATIO
     # The second set takes more for each value, as its places are farther apart.
-    return min(max(both / each, _LEAST_RATIO), _MOST_RATIO) if each > 0.0 else _MOST_RATIO
+    if each > 0.0:
+        return min(max(both / each, _LEAST_RATIO), _MOST_RATIO)
+    return _MOST_RATIO
 
 
 def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:

@@ -150,4 +150,6 @@ def _is_tensor(leaf: Any) -> bool:
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype
-    return leaf if isinstance(leaf, str | int | float | bool | type(None)) else repr(leaf)
+    if isinstance(leaf, str | int | float | bool | type(None)):
+        return leaf
+    return repr(leaf)

@@ -148,7 +148,9 @@ class ProfilingHooks(Rematerialisation):
         tensor = super().unpack(saved.entry)
         # Another backward may ask for it again: then only the end of a copy of its own tells how
         # long this one has used it.
-        return tensor if self.is_over else self._copy_for(event, saved.entry, tensor)
+        if self.is_over:
+            return tensor
+        return self._copy_for(event, saved.entry, tensor)
 
     def _copy_for(self, event: int, entry: Value | View, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that is not counted, for a backward that may not be the last one.
@@ -172,7 +174,9 @@ class ProfilingHooks(Rematerialisation):
 
     def packed(self, node: Any, saved: Any) -> Any:
         held = super().packed(node, saved)
-        return held.entry if isinstance(held, _Held | SmallPart) else held
+        if isinstance(held, _Held | SmallPart):
+            return held.entry
+        return held
 
     def released(self, index: int, entry: Value | View) -> None:
         """Autograd lets go of what it held."""

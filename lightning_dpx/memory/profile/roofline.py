@@ -91,7 +91,9 @@ class OperatorSeconds(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     packet = func.overloadpacket
     formula = flop_registry.get(_LIKE_OTHERS.get(packet, packet))
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return 0.0
+    return float(formula(*args, **kwargs, out_val=out))
 
 
 def _tensors(entries: Sequence[Any]) -> list[torch.Tensor]:

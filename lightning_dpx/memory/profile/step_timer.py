@@ -32,7 +32,9 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
     Of this thread, because the others that share in its operators only work while it does.
     """
-    return time.thread_time if is_host(device) else time.perf_counter
+    if is_host(device):
+        return time.thread_time
+    return time.perf_counter
 
 
 def is_confirmed(times: Sequence[float]) -> bool:

@@ -33,12 +33,16 @@ def is_quick() -> bool:
 
 def rounds(usual: int) -> int:
     """How many times something is timed that is timed ``usual`` times for a sure figure."""
-    return 1 if is_quick() else usual
+    if is_quick():
+        return 1
+    return usual
 
 
 def seconds(usual: float) -> float:
     """How long something is timed that is timed for ``usual`` seconds for a sure figure."""
-    return 0.0 if is_quick() else usual
+    if is_quick():
+        return 0.0
+    return usual
 
 
 def uncertainty() -> float:
@@ -46,7 +50,9 @@ def uncertainty() -> float:
 
     Predictions are within a fifth of what a plan adds to a plain step, and that is a tenth of the step as a rule.
     """
-    return _UNSURE if is_quick() else _SURE
+    if is_quick():
+        return _UNSURE
+    return _SURE
 
 
 def least_seconds(run: Callable[[], object], usual: int, warm: int) -> float:

@@ -251,12 +251,16 @@ class _Beside:
 
     def stretches_of(self, value: Value) -> tuple[int, ...]:
         """The bytes of each stretch of a call; nothing for other values."""
-        return self.courses[value].stretches if value in self.courses else ()
+        if value in self.courses:
+            return self.courses[value].stretches
+        return ()
 
     def gone_of(self, value: Value) -> int:
         """The first stretch of its call without a tensor that is picked."""
         course = self.courses.get(value.inputs[0]) if value.make is select_output else None
-        return 0 if course is None else course.gone.get(value.inputs[1], len(course.stretches))
+        if course is None:
+            return 0
+        return course.gone.get(value.inputs[1], len(course.stretches))
 
 
 def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
@@ -291,7 +295,9 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
     operator = value.operator or "the call that saves it"
     if again.shape != original.shape or again.dtype != original.dtype:
         return f"{operator} gave another shape or dtype when repeated"
-    return "" if meter.is_same(again, original) else f"{operator} gave other numbers when repeated"
+    if meter.is_same(again, original):
+        return ""
+    return f"{operator} gave other numbers when repeated"
 
 
 def _course_of(call: Value, meter: CostModel) -> CallCourse:
@@ -305,7 +311,9 @@ def _course_of(call: Value, meter: CostModel) -> CallCourse:
 
 def _bytes_on(device: torch.device, value: Value) -> int:
     """What the tensor of ``value`` takes there: nothing if it is on another device, as in parts that are shifted."""
-    return value.tensor.nbytes if value.tensor is not None and value.tensor.device == device else 0
+    if value.tensor is not None and value.tensor.device == device:
+        return value.tensor.nbytes
+    return 0
 
 
 def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:

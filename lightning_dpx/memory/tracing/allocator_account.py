@@ -33,8 +33,12 @@ _profiler: Any = torch.autograd  # its names are not exported, and there is no o
 def account_of(device: torch.device) -> "Account":
     """What tells how much an operator on ``device`` takes."""
     if is_host(device):
-        return HostAccount() if HostAccount.is_there() else Account()
-    return PeakAccount(device) if device.type != "meta" else Account()
+        if HostAccount.is_there():
+            return HostAccount()
+        return Account()
+    if device.type != "meta":
+        return PeakAccount(device)
+    return Account()
 
 
 def hidden_on(device: torch.device) -> str:
@@ -43,7 +47,9 @@ def hidden_on(device: torch.device) -> str:
         return ""
     if not HostAccount.is_there():
         return "this version of torch reports no blocks of the CPU allocator"
-    return "a profiler that runs in this thread already hides it" if _a_profiler_runs() else ""
+    if _a_profiler_runs():
+        return "a profiler that runs in this thread already hides it"
+    return ""
 
 
 def _a_profiler_runs() -> bool:

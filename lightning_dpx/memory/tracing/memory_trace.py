@@ -168,7 +168,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
         """What is known of ``storage``; nothing if it was there before."""
         entry = self._present.get(key_of(storage))
-        return entry[1] if entry is not None else None
+        if entry is not None:
+            return entry[1]
+        return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # These do the operator on the tensors that they hold, which comes here again.
@@ -400,4 +402,6 @@ def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def _identity(tensor: torch.Tensor) -> int:
     """Of its storage; 0 where it has none of its own, such as sparse tensors."""
-    return key_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
+    if tensor.layout is torch.strided:
+        return key_of(tensor.untyped_storage())
+    return 0

@@ -61,7 +61,9 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _first_result(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
-    return results[0].nbytes if results else 0
+    if results:
+        return results[0].nbytes
+    return 0
 
 
 def _given_and_result(args: Sequence[Any], results: Sequence[torch.Tensor]) -> int:

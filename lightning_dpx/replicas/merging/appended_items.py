@@ -149,7 +149,9 @@ class ListWatch:
             return []
         # Another list in its place is none that grew: nothing is known of what it should hold.
         if before.container is not None:
-            return before.added(now) if before.container is now else []
+            if before.container is now:
+                return before.added(now)
+            return []
         # It has the items of all: the others' lists are mirrors of it, which hold their own as
         # well.
         if len(now) == expected or self._is_joined(place):
@@ -236,7 +238,9 @@ class _Noted:
     @classmethod
     def of(cls, container: Any) -> "_Noted":
         if not isinstance(container, list | deque):
-            return _NOTHING if container is None else cls(container, 0)
+            if container is None:
+                return _NOTHING
+            return cls(container, 0)
         # An epoch's list of outputs may be long, and is appended to only.
         is_limited = isinstance(container, deque) and container.maxlen is not None
         items = list(container) if is_limited or len(container) <= _MOST_NOTED else None
@@ -250,7 +254,9 @@ class _Noted:
         for kept in range(len(self.items), -1, -1):
             rest = self.items[len(self.items) - kept :]
             if kept <= len(now) and all(map(operator.is_, rest, now)):
-                return [] if self._has_set_fewer(now, len(now) - kept) else list(now)[kept:]
+                if self._has_set_fewer(now, len(now) - kept):
+                    return []
+                return list(now)[kept:]
         return []
 
     def _has_set_fewer(self, now: Any, num_added: int) -> bool:

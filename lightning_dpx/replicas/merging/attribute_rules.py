@@ -174,7 +174,9 @@ class AttributeRules:
         if changes is not None and changes[1] and path in self.disjoint:
             self.news.note(name)
         if rule.kind == "changes":
-            return None if changes is None else changes[0]
+            if changes is None:
+                return None
+            return changes[0]
         added: list[Any] | None = None
         # Each replica has what was there and its own part: what was there counts once.
         if rule.kind == "added":

@@ -91,7 +91,9 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
     if not plain:
         return merged
     # A mean of integers is no integer; sums and extremes keep the type that the user logged.
-    return merged.item() if kind == "mean" else like(merged, parts[0])
+    if kind == "mean":
+        return merged.item()
+    return like(merged, parts[0])
 
 
 def merge_by_type(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
@@ -179,7 +181,9 @@ def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.
     # Integers that agree are a setting, such as a number of classes; those that differ are counts, and add up.
     if all(torch.equal(part, moved[0]) for part in moved[1:]):
         return moved[0]
-    return reduce_numbers(moved, "sum", weights) if parts[0].dtype in ADDED_IN else torch.stack(moved).sum(0)
+    if parts[0].dtype in ADDED_IN:
+        return reduce_numbers(moved, "sum", weights)
+    return torch.stack(moved).sum(0)
 
 
 def _has_rows_along(dim: int, tensor: torch.Tensor, num_rows: float) -> bool:

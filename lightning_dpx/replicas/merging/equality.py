@@ -98,13 +98,19 @@ def describe(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, torch.Tensor | np.ndarray) and np.prod(value.shape) != 1:
         is_short = len(value.shape) == 1 and 0 < len(value) <= _SHORT
-        return f"[{', '.join(map(describe, value))}]" if is_short else f"shape {tuple(value.shape)}"
+        if is_short:
+            return f"[{', '.join(map(describe, value))}]"
+        return f"shape {tuple(value.shape)}"
     if isinstance(value, int):
         return str(value)
     if is_numeric(value):
         number = as_tensor(value).item()
-        return f"{number:.6g}" if isinstance(number, float) else str(number)
+        if isinstance(number, float):
+            return f"{number:.6g}"
+        return str(number)
     if isinstance(value, list | tuple | dict | set):
         return f"{type(value).__name__} of {len(value)}"
     text = repr(value)
-    return text if len(text) <= 40 else f"a {type(value).__name__}"
+    if len(text) <= 40:
+        return text
+    return f"a {type(value).__name__}"

@@ -63,7 +63,9 @@ class MergeRules:
 
     def merge_batch_sizes(self, path: str, sizes: Sequence[float]) -> float:
         """The batch size to log a value of the whole batch with, from those of the slices."""
-        return sizes[0] if path in self.same_batch_sizes and len(set(sizes)) == 1 else sum(sizes)
+        if path in self.same_batch_sizes and len(set(sizes)) == 1:
+            return sizes[0]
+        return sum(sizes)
 
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
         """The step's result, merged by rule where one is known, and else as :func:`gather` does."""

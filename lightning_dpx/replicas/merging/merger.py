@@ -46,12 +46,16 @@ class Merger:
         # One slice is the whole batch. Containers are gone through even so: their tensors are
         # moved.
         if len(parts) == 1 and rule.kind != "children":
-            return self._moved(parts)[0] if isinstance(parts[0], torch.Tensor) else parts[0]
+            if isinstance(parts[0], torch.Tensor):
+                return self._moved(parts)[0]
+            return parts[0]
         if rule.kind == "children":
             return self._children(parts, path)
         if rule.kind == "items" and isinstance(parts[0], np.ndarray):
             joined = join_arrays(parts)
-            return self.fallback(parts, path) if joined is None else joined
+            if joined is None:
+                return self.fallback(parts, path)
+            return joined
         if rule.kind == "items" and isinstance(parts[0], list | tuple):
             return type(parts[0])(chain.from_iterable(parts))
         if rule.kind == "union" and isinstance(parts[0], Mapping | set | frozenset):
@@ -94,7 +98,9 @@ class Merger:
             exact = reduce_integers(parts, rule.kind) if all(isinstance(part, int) for part in parts) else None
             if exact is None and rule.kind == "equal":
                 self._no_longer_equal(path)
-            return self.fallback(parts, path) if exact is None else exact
+            if exact is None:
+                return self.fallback(parts, path)
+            return exact
         # Tensors are merged where they are, without waiting for a device to hand them to the host.
         values = self._moved(parts) if isinstance(first, torch.Tensor) else list(map(as_tensor, parts))
         merged = self._tensors(values, rule)
@@ -102,7 +108,9 @@ class Merger:
             if rule.kind == "equal":
                 self._no_longer_equal(path)
             return self.fallback(parts, path)
-        return merged if isinstance(first, torch.Tensor) else like(merged, first)
+        if isinstance(first, torch.Tensor):
+            return merged
+        return like(merged, first)
 
     def _no_longer_equal(self, path: str) -> None:
         warnings.warn(
@@ -123,7 +131,9 @@ class Merger:
         if len(shapes) > 1:
             return None
         if rule.kind == "equal":
-            return values[0] if all(torch.equal(value, values[0]) for value in values[1:]) else None
+            if all(torch.equal(value, values[0]) for value in values[1:]):
+                return values[0]
+            return None
         return reduce_numbers(values, rule.kind, self.weights)
 
 

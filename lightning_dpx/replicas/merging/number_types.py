@@ -64,7 +64,9 @@ def like(merged: torch.Tensor, first: Any) -> Any:
     if isinstance(first, np.generic):
         return first.dtype.type(merged.item())
     # A float keeps its digits; a bool or an int is made from the number that the tensor has.
-    return merged.item() if isinstance(first, float) else type(first)(merged.item())
+    if isinstance(first, float):
+        return merged.item()
+    return type(first)(merged.item())
 
 
 def is_nonzero(value: Any) -> bool:

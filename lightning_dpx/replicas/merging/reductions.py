@@ -82,15 +82,21 @@ def reduce_numbers(values: Sequence[torch.Tensor], kind: Kind, weights: Weights)
         if kind in ("max", "min") and first.dtype == torch.uint64 and any(bool((one < 0).any()) for one in wide):
             return None
         reduced = reduce_numbers(wide, kind, weights)
-        return None if reduced is None else reduced.to(first.dtype)
+        if reduced is None:
+            return None
+        return reduced.to(first.dtype)
     if kind in ("first", "last", "equal"):
-        return values[-1] if kind == "last" else first
+        if kind == "last":
+            return values[-1]
+        return first
     # torch adds flags up to a flag, which counts nothing.
     if kind == "sum" and first.dtype != torch.bool:
         return _total(values)
     if kind in ("max", "min") and not first.is_complex():
         stacked = torch.stack(list(values))
-        return stacked.amax(0) if kind == "max" else stacked.amin(0)
+        if kind == "max":
+            return stacked.amax(0)
+        return stacked.amin(0)
     if kind in ("mean", "loss mean") and (first.is_floating_point() or first.is_complex()):
         return mean_of_slices(values, weights.of(kind), weights)
     if kind == "quadratic mean" and first.is_floating_point():

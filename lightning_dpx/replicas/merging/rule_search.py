@@ -6,7 +6,7 @@ Slices of unequal size make coincidences rare: a 12 x 12 matrix keeps its shape,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -94,8 +94,7 @@ class Search:
         if type(whole) in (list, tuple):
             return self._lists(whole, parts, path)
         if isinstance(whole, set | frozenset):
-            fits = set().union(*parts) == whole
-            return [Finding(path=path, rules=(Rule(kind="union"),))] if fits else [self._unlike(path, whole, parts)]
+            return self._sets(whole, parts, path)
         if isinstance(whole, np.ndarray) and whole.ndim:
             # Numbers were seen to above: these are texts and objects, which can be joined and no
             # more.
@@ -116,6 +115,11 @@ class Search:
         # Each slice has keys of its own, such as one for every sample.
         apart = sum(map(len, parts)) == len(joined)
         if apart and joined.keys() == whole.keys() and not self._differs(whole, joined, path):
+            return [Finding(path=path, rules=(Rule(kind="union"),))]
+        return [self._unlike(path, whole, parts)]
+
+    def _sets(self, whole: Collection[Any], parts: Sequence[Any], path: str) -> list[Finding]:
+        if set().union(*parts) == whole:
             return [Finding(path=path, rules=(Rule(kind="union"),))]
         return [self._unlike(path, whole, parts)]
 

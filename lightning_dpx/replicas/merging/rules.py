@@ -47,4 +47,6 @@ class Weights:
 
     def of(self, kind: Kind) -> Sequence[float]:
         """The weights that a mean of this kind takes."""
-        return self.of_loss if kind == "loss mean" else self.rows
+        if kind == "loss mean":
+            return self.of_loss
+        return self.rows

@@ -65,7 +65,9 @@ def difference(
         return 0.0
     # Whole numbers have no roundings.
     if not (one.is_floating_point() or one.is_complex()) and not (two.is_floating_point() or two.is_complex()):
-        return 0.0 if torch.equal(one.to(torch.int64), two.to(torch.int64)) else math.inf
+        if torch.equal(one.to(torch.int64), two.to(torch.int64)):
+            return 0.0
+        return math.inf
     wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
     mine = one.detach().to(wide)
     theirs = two.detach().to(wide)

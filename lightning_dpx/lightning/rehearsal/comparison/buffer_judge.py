@@ -50,7 +50,9 @@ class BufferJudge:
         # Where they differ, the first one's is the whole batch's by chance: its rows may have the largest of all.
         fitting = [rule for rule in _RULES if self._reproduces(whole, value(rule))]
         self.fitting[name] = fitting
-        return fitting[0] if fitting else "first"
+        if fitting:
+            return fitting[0]
+        return "first"
 
     def _reproduces(self, whole: torch.Tensor, candidate: torch.Tensor | None) -> bool:
         if candidate is None or candidate.shape != whole.shape:

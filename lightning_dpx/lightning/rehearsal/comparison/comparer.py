@@ -271,12 +271,16 @@ def _explained(name: str, gradients: Mapping[str, float], tolerance: Tolerance) 
 def _largest(value: torch.Tensor) -> float:
     # An infinite gradient would make every other one look like rounding.
     finite = value[value.isfinite()] if value.is_floating_point() else value
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    if finite.numel():
+        return float(finite.abs().max())
+    return 0.0
 
 
 def _name_of(path: str) -> str:
     name = path.removeprefix("result.") if path != "result" else "what it returns"
-    return f"'{name}'" if path != "result" else name
+    if path != "result":
+        return f"'{name}'"
+    return name
 
 
 def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> str:
@@ -290,7 +294,9 @@ def _words_of(path: str, start: Any, whole: Any, sliced: Any, tolerance: Toleran
 
 
 def _shown(path: str) -> str:
-    return path.removeprefix(OUTSIDE) if path.startswith(OUTSIDE) else f"self.{path}"
+    if path.startswith(OUTSIDE):
+        return path.removeprefix(OUTSIDE)
+    return f"self.{path}"
 
 
 def _changed(before: Any, after: Any) -> str:

@@ -142,7 +142,9 @@ class _Freezer:
             # The repr of other objects has their address, which differs from copy to copy.
             items = items_of(value)
             is_plain = all(isinstance(item, str | int | float | tuple) for item in items)
-            return sorted(map(repr, items)) if is_plain else None
+            if is_plain:
+                return sorted(map(repr, items))
+            return None
         # Submodules are looked at by their own names, and functions have no state to compare.
         if isinstance(value, torch.nn.Module) or callable(value) or own_attributes(value) is None:
             return type(value).__name__
@@ -168,7 +170,9 @@ class _OutsideFreezer(_Freezer):
         if _is_large(value) or _is_foreign(value):
             return type(value).__name__
         if self._left < 0 and not isinstance(value, str | int | float):
-            return size_of(value) if isinstance(value, CONTAINERS) else type(value).__name__
+            if isinstance(value, CONTAINERS):
+                return size_of(value)
+            return type(value).__name__
         return super().frozen(value, depth)
 
 

@@ -148,4 +148,6 @@ def short(value: float) -> str:
 def and_more(named: str, all_of_them: Sequence[str]) -> str:
     """The names that are told, and how many are not."""
     left = len(all_of_them) - NAMED
-    return f"{named} and {left} more" if left > 0 else named
+    if left > 0:
+        return f"{named} and {left} more"
+    return named

@@ -55,7 +55,9 @@ class Relations:
         if all(error <= self._tolerance.relative for _, error in compare_trees(one, two, self._tolerance)):
             return _Relation.SAME
         is_float = isinstance(one, torch.Tensor | float) or hasattr(type(one), "dtype")
-        return _Relation.OF_A_SLICE if is_float and type(one) is type(two) else _Relation.OTHER
+        if is_float and type(one) is type(two):
+            return _Relation.OF_A_SLICE
+        return _Relation.OTHER
 
 
 class _Relation(IntEnum):
@@ -68,14 +70,18 @@ def matching_items(one: Any, two: Any) -> list[tuple[Any, Any, Any]]:
     """The items of two containers with the same keys; none of other values."""
     mine = dict(keyed_items(one))
     theirs = dict(keyed_items(two))
-    return [(key, value, theirs[key]) for key, value in mine.items()] if mine.keys() == theirs.keys() else []
+    if mine.keys() == theirs.keys():
+        return [(key, value, theirs[key]) for key, value in mine.items()]
+    return []
 
 
 def keyed_items(value: Any) -> list[tuple[Any, Any]]:
     """The keys and items of a dict, or of a list; none of other values."""
     if isinstance(value, dict):
         return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else []
+    if isinstance(value, list):
+        return list(enumerate(value))
+    return []
 
 
 def grew_alike(before: Any, whole: Any, sliced: Any, tolerance: Tolerance) -> bool:

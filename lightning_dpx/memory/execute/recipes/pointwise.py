@@ -142,7 +142,10 @@ def _spread(operator: Callable[..., Any]) -> Recipe:
 
         def spread(x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor | Sequence[torch.Tensor] = operator(x, **rest)
-            return result if isinstance(result, torch.Tensor) else result[output]
+            if isinstance(result, torch.Tensor):
+                return result
+            selected: torch.Tensor = result[output]
+            return selected
 
         return spread, [node.edge(0)]
 

@@ -51,7 +51,9 @@ def recipe_for(name: str) -> Recipe:
 
 def signed(number: int) -> int:
     """Nodes show negative dims as unsigned 64-bit numbers."""
-    return number - 2**64 if number >= 2**63 else number
+    if number >= 2**63:
+        return number - 2**64
+    return number
 
 
 def argument(node: Any, name: str) -> Any:
@@ -59,7 +61,9 @@ def argument(node: Any, name: str) -> Any:
     value = getattr(node, name)
     if isinstance(value, tuple):
         return [signed(entry) if type(entry) is int else entry for entry in value]
-    return signed(value) if type(value) is int else value
+    if type(value) is int:
+        return signed(value)
+    return value
 
 
 def with_arguments(operator: Callable[..., Any], *arguments: str) -> Recipe:
@@ -73,7 +77,10 @@ def with_arguments(operator: Callable[..., Any], *arguments: str) -> Recipe:
         # An operator of several results has one node; ``output`` is the one that is asked for.
         def again(x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor | Sequence[torch.Tensor] = operator(x, *given)
-            return result if isinstance(result, torch.Tensor) else result[output]
+            if isinstance(result, torch.Tensor):
+                return result
+            selected: torch.Tensor = result[output]
+            return selected
 
         return again, [node.edge(0)]
 

@@ -105,7 +105,9 @@ class MilpModel:
 
     def _drop(self, value: int) -> int:
         """The column that says that ``value`` is computed."""
-        return self._unsaved[value] if value in self._unsaved else self._dropped[self._model.column[value]]
+        if value in self._unsaved:
+            return self._unsaved[value]
+        return self._dropped[self._model.column[value]]
 
     def _add_uses(self, value: int, uncached: int) -> None:
         """The price of forgetting ``value`` after every use."""

@@ -129,7 +129,9 @@ def fill(problem: "Problem", choice: Choice, budget: int) -> Choice:
     if problem.forecast(choice).peak > budget:
         return choice
     kept = _filled(problem, choice, budget, _kept)
-    return _filled(problem, kept, budget, _cached) if kept.uncached else kept
+    if kept.uncached:
+        return _filled(problem, kept, budget, _cached)
+    return kept
 
 
 def _kept(choice: Choice, units: frozenset[int]) -> Choice:
