@@ -71,9 +71,10 @@ class _Names:
             return
         value = space[key]
         function = function_in(value)
+        # A static method or a property may be another object around the same function.
         if function is value:
             self._held[key] = id(value)
-        else:  # a property is another object, though its function may be the same
+        else:
             self._wrapped[key] = id(function)
 
     def are_same(self) -> bool:
@@ -195,6 +196,7 @@ class CodeMaps:
     """
 
     def __init__(self, covered: Collection[int] = ()) -> None:
+        # By what a search begins with, the classes of a module: copies of it, as a rehearsal makes, share a map.
         self._covered = covered
         self._maps: OrderedDict[tuple[frozenset[int], frozenset[str]], CodeMap] = OrderedDict()
 
@@ -210,6 +212,7 @@ class CodeMaps:
         if known is None or not known.is_same():
             known = CodeMap(roots, packages, self._covered)
         self._maps[key] = known
+        # The one that was not asked for the longest goes first.
         if len(self._maps) > _MAX_MAPS:
             self._maps.popitem(last=False)
         return known

@@ -39,6 +39,7 @@ class Counterparts:
 
     def forget(self, replica: int | None = None) -> None:
         """Ids are another one's by now, or there are more counterparts: of one replica, or of all."""
+        # Both directions of all replicas: a container that is paired anew is another object on each of them.
         if replica is None:
             self._memos = {}
         else:

@@ -52,6 +52,7 @@ class ParameterAttributes:
                 self._send(index, attributes, seen)
 
     def _send(self, index: int, attributes: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
+        # An object that is there still is not sent again, whatever was written into it.
         changed = {key: value for key, value in attributes.items() if not _is_known(seen, key, value)}
         gone = seen.keys() - attributes.keys()
         self._seen[index] = remembered(attributes)
@@ -100,5 +101,6 @@ def _holds_values(value: Any) -> bool:
 def _is_known(seen: Mapping[str, Any], key: str, value: object) -> bool:
     if key not in seen:
         return False
+    # A number that is computed anew may be the same number and another object.
     is_number = isinstance(value, int | float)
     return is_still(seen[key], value) or (is_number and seen[key] == value)

@@ -62,6 +62,8 @@ class JointCalls:
             self._forecast.add(found)
             calls = dict.fromkeys(self._paths, 0) | dict(found)
             kept = self._kept_by(calls)
+            # To put a step together and to forecast it takes milliseconds, and of many layers each step
+            # may call others.
             is_rarely_more = len(self._forecast) > _MOST_FORECASTS and kept <= self._most_kept
             if is_rarely_more or any(has_calls(step.profiles[0], calls) for step in self._seen):
                 continue
@@ -71,6 +73,7 @@ class JointCalls:
             if index is None:
                 continue
             is_first = self.step is None
+            # Not this step alone: one that makes the calls of several such steps would be beyond the budget again.
             for path, number in calls.items():
                 self.beyond[path] = max(number, self.beyond.get(path, 0))
             self.step = self._joined(self.beyond)
@@ -90,6 +93,7 @@ class JointCalls:
     def _joined(self, calls: Mapping[str, int]) -> SeenStep:
         profiles = zip(*(step.profiles for step in self._profiled), strict=True)
         joined = tuple(join_steps(of_device, calls) for of_device in profiles)
+        # Which parameters replicas share does not depend on the calls: the most that was seen holds.
         sharing = tuple(map(max, zip(*(step.sharing for step in self._profiled), strict=True)))
         return SeenStep(joined, sharing, is_joined=True)
 
@@ -99,6 +103,7 @@ class JointCalls:
         dropped = self._plans[0].dropped
         for step in self._profiled:
             for value in step.profiles[0].values:
+                # ``path#2:0`` is the first value of the second call of ``path``.
                 path, _, number = value.name.rpartition(":")[0].partition("#")
                 if int(number or 1) <= calls.get(path, 0) and value.name not in dropped:
                     kept[value.name] = max(value.num_bytes, kept.get(value.name, 0))

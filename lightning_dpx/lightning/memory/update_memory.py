@@ -31,6 +31,7 @@ def _bytes_of(optimizer: Any) -> int:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or not all(is_host(canonical_device(parameter.device)) for parameter in trained):
         return 0
+    # Large enough that what Python objects take does not count, and small beside any model that needs a budget.
     divisor = max(1, sum(parameter.numel() for parameter in trained) // _ELEMENTS)
     groups = []
     small: list[nn.Parameter] = []
@@ -46,6 +47,7 @@ def _bytes_of(optimizer: Any) -> int:
         return 0
     real: int = sum(parameter.nbytes for parameter in trained)
     parts: int = sum(parameter.nbytes for parameter in small)
+    # What comes and goes is tensors of the shapes of parameters, so it grows as these do.
     return taken * real // parts
 
 

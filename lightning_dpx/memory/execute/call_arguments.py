@@ -109,6 +109,7 @@ class CallArguments:
     def _note(self, leaves: Sequence[Any]) -> None:
         noted: dict[int, Argument] = {}  # one tensor may be given several times
         for leaf in leaves:
+            # Numbers and flags are held as they are: nothing can write to them.
             if not isinstance(leaf, torch.Tensor):
                 self._leaves.append(leaf)
                 continue

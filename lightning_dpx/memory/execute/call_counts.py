@@ -44,6 +44,7 @@ class CallCounts:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around a forward."""
+        # Replicas in threads run forwards of one module at the same time.
         self._local.counts = counts = dict[str, int]()
         try:
             yield
@@ -54,6 +55,7 @@ class CallCounts:
     def count(self, path: str) -> None:
         """A call of a module is over."""
         counts = getattr(self._local, "counts", None)
+        # A call that backward makes again is none of another forward.
         if counts is not None and not repeating():
             counts[path] = counts.get(path, 0) + 1
 

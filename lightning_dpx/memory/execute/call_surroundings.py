@@ -78,6 +78,7 @@ class CallSurroundings:
             stack.enter_context(self._anatomy.as_it_was(self._training))
             if any(buffers_of(part) for part in self._anatomy.parts):
                 stack.enter_context(self._buffers_of_then(name))
+            # Last: what stands in for buffers and parts is no attribute that anybody has set.
             now = self._put_attributes_back(name)
             try:
                 yield

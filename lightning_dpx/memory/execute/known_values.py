@@ -41,6 +41,7 @@ class KnownValues:
     def find(self, identity: Identity) -> Value | None:
         """The value of that identity, saved by the last forward or made again since."""
         value = self.saved(identity)
+        # Only a backward that records gradients leaves anything there.
         if value is None and self._again:
             value = self._again.get(identity, _NOT_AGAIN)[0]()
         return value

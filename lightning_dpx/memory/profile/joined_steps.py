@@ -91,6 +91,7 @@ def _as_large(profile: Profile, other: Profile) -> Profile:
         if value.name in sizes:
             mine += value.num_bytes
             theirs += sizes[value.name]
+    # To make it smaller could leave out what its calls take; rather too much is counted.
     if 0 < mine < theirs:
         return scaled(profile, theirs / mine)
     return profile
@@ -120,6 +121,7 @@ def _without(profile: Profile, is_made: Callable[[SavedValue], bool]) -> Profile
         # Others may be computed from it, so it keeps its number.
         values[index] = replace(values[index], name="", refused=_NOT_CALLED)
     rest = replace(profile, values=tuple(values))
+    # A storage stays as long as one of its values is saved by a call that is made.
     present = {value.storage for index, value in enumerate(profile.values) if index not in missing}
     storages = list(profile.storages)
     for index in missing:
@@ -177,6 +179,7 @@ class _Events:
         shift = np.zeros(len(base.curve) + 1, dtype=np.int64)
         for event, _, (begin, end) in self.cuts:
             shift[event:] += end - begin
+        # An event at a cut comes after what is put in there.
         self._shift = shift
         self.starts: dict[int, int] = {}  # of each cut, by its number
         longer = 0
@@ -195,6 +198,7 @@ class _Events:
         """Where that event of the donor is in a run: at its end what comes later."""
         if event < 0:
             return event
+        # What happens outside of the run, such as a release much later, is moved to its nearer end.
         is_forward = event < self._donor.forward_events
         begin, end = self.runs[number].forward if is_forward else self.runs[number].backward
         start = self.starts[number if is_forward else 2 * len(self.runs) - number]
@@ -235,6 +239,7 @@ class _Insertion:
         base, donor, events = self._base, self._donor, self._events
         storages = self._storages()
         self._lay_out_values()
+        # By the share of its events: what single calls take is timed in trials only.
         part = events.num_added / max(1, len(donor.curve))
         forward = sum(run.forward[1] - run.forward[0] for run in runs)
         return replace(
@@ -348,9 +353,11 @@ class _Insertion:
         for event, number, (begin, end) in self._events.cuts:
             pieces.append(base[done:event] + higher)
             done = event
+            # Within a run the curve is the donor's, moved to the level at which the run begins.
             if number < len(runs):
                 level = _at(base, event - 1) + higher - _at(donor, begin - 1)
                 higher += kept[number]
+            # In backward a run gives back what it has kept, and ends at the level of what comes after it.
             else:
                 higher -= kept[2 * len(runs) - number]
                 level = _at(base, event) + higher - _at(donor, end)
@@ -534,9 +541,11 @@ class _Insertion:
             one = donor.calls[at]
             given = [self._of_storage[storage] for storage in one.given if storage in self._of_storage]
             parent = number_of.get(one.parent, -1)
+            # The call round it may be one that both steps make.
             if parent < 0 <= one.parent:
                 parent = named.get(donor.calls[one.parent].name, -1)
             calls.append(_moved_call(one, partial(events.of_run, run), given, parent))
+        # The planner relies on an outer call coming before those in it.
         order = sorted(range(len(calls)), key=lambda at: calls[at].begin)
         new = {at: position for position, at in enumerate(order)}
         new[-1] = -1
