@@ -49,6 +49,7 @@ class Place(NamedTuple):
     def read(self) -> Any:
         """What is there now, functions as such; ``None`` without."""
         owner = self.owner()
+        # A class or file that is gone holds nothing; the next look makes another map.
         if owner is None:
             return None
         return function_in(namespace_of(owner).get(self.key))
@@ -147,6 +148,7 @@ class CodeMap:
             self._watch(owner)
             if package_of(getattr(owner, "__module__", None)) not in self._packages:
                 continue
+            # What a decorated function calls is in its closure, and no name leads there.
             if isinstance(owner, types.FunctionType) and owner.__closure__:
                 self._closures.append(_Closure(owner))
                 for value in contents_of(owner):
@@ -182,6 +184,7 @@ class CodeMap:
 
     def _watch(self, value: Any) -> None:
         """An id says what ``value`` is only as long as it lives."""
+        # Constants take no weak references; to hold them costs nothing.
         if isinstance(value, _CONSTANTS):
             self._constants[id(value)] = value
         elif id(value) not in self._watched:

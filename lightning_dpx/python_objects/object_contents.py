@@ -58,6 +58,7 @@ def as_dict(held: tuple[Any, ...]) -> dict[Any, Any]:
 def attributes_of(module: nn.Module) -> tuple[Any, ...]:
     """The class of a module and what its author keeps there: names, then values."""
     own = [(key, value) for key, value in vars(module).items() if key not in OF_EVERY_MODULE]
+    # Names before values: tuples are compared in C, item by item.
     return (type(module), *(key for key, _ in own), *(value for _, value in own))
 
 
@@ -206,6 +207,7 @@ def fields_of(value: Any) -> tuple[Any, ...]:
     """What the slots and the ``__dict__`` of an object hold."""
     held = own_attributes(value) or {}
     slots = [slot.__get__(value) if is_set(slot, value) else _MISSING for slot in slots_of(value)]
+    # Slots first: how many there are is known from the class, and so is where the rest begins.
     return (*slots, *held, *held.values())
 
 

@@ -94,6 +94,7 @@ class _Search:
         """All objects of the types that ``module`` leads to, with their paths, the nearest ones first."""
         self._add(None, module)
         yield from self._visit()
+        # What code leads to comes after what the module itself holds: the path through the module is the shorter one.
         maps = CODE_MAPS
         while self._roots:
             code = maps.follow(self._roots.values(), self._packages)
@@ -107,6 +108,7 @@ class _Search:
     def _visit(self) -> Iterator[tuple[str, Any]]:
         while self._waiting and self._num_visited < _MAX_OBJECTS:
             self._num_visited += 1
+            # A proxy answers for itself; all others are what their type is.
             step, value, kind = self._waiting.popleft()
             if isinstance(value, self._wanted) if kind.is_match is None else kind.is_match:
                 yield _path_of(step), value

@@ -29,11 +29,14 @@ class Counterparts:
         root: The first replica.
         mirrors: Containers that have a counterpart of their own on every replica.
         kept: Objects that are shared whatever they hold.
+
+    Attributes:
+        mirrors: Likewise.
     """
 
     def __init__(self, root: Replica, mirrors: Mirrors, kept: Sequence[object]) -> None:
         self._root = root
-        self._mirrors = mirrors
+        self.mirrors: Mirrors = mirrors
         self._kept = {id(one): one for one in kept}
         self._memos: dict[int, dict[int, Any]] = {}
 
@@ -100,6 +103,7 @@ class Counterparts:
         """The counterparts of submodules, parameters, buffers and mirrored containers, by id."""
         # Replica 0 has no counterparts of its own, so the sign tells the directions apart.
         place = -replica.index if back else replica.index
+        # Made when it is first asked for: most steps translate nothing.
         if place not in self._memos:
             memo: dict[int, Any] = {}
             pairs = [
@@ -108,7 +112,7 @@ class Counterparts:
                 # Not strict: between two turns only one of both may have registered a new buffer.
                 *zip(self._root.buffers, replica.buffers, strict=False),
             ]
-            pairs += self._mirrors.pairs(replica.index)
+            pairs += self.mirrors.pairs(replica.index)
             for mine, theirs in pairs:
                 if back:
                     memo[id(theirs)] = mine

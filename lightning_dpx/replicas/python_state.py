@@ -61,10 +61,12 @@ class PythonState:
         self._private = private | OF_EVERY_MODULE
         self._skip = skip
         self._keep = list(keep)
-        self._several_devices = any(replica.device != self._root.device for replica in self._others)
-        self._mirrors = Mirrors()
-        self._counterparts = Counterparts(self._root, self._mirrors, keep)
-        self._containers = SharedContainers(self._counterparts.is_boundary)
+        self._counterparts = Counterparts(self._root, Mirrors(), keep)
+        # On one device the other replicas can use tensors as they are.
+        several_devices = any(replica.device != self._root.device for replica in self._others)
+        self._containers = SharedContainers(
+            self._counterparts.is_boundary, self._root.device if several_devices else None
+        )
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
@@ -202,19 +204,19 @@ class PythonState:
         return len(self._private & vars(child).keys())
 
     def _sync_mirrors(self) -> None:
-        if not self._mirrors:
+        if not self._counterparts.mirrors:
             return
         for replica in self._others:
-            self._mirrors.sync(replica.index, partial(self._counterparts.there, replica, lazily=True))
+            self._counterparts.mirrors.sync(replica.index, partial(self._counterparts.there, replica, lazily=True))
         # A mirror has the containers that it was made with. Where the user's got others, the whole
         # attribute is copied and paired anew, once for each attribute.
-        for index, key in self._mirrors.note():
+        for index, key in self._counterparts.mirrors.note():
             value = vars(self._modules[0][index]).get(key, _MISSING)
             if value is not _MISSING:
                 self._send(index, key, value)
 
     def _forget_mirrors(self, index: int, key: str) -> None:
-        if self._mirrors.forget((index, key)):
+        if self._counterparts.mirrors.forget((index, key)):
             self._counterparts.forget()
 
     @property
@@ -266,13 +268,14 @@ class PythonState:
         # Replica after replica, the order in which one device would have seen the rows.
         for replica in active:
             if replica is not self._root:
-                for attribute in self._mirrors.merge(replica.index, partial(self._counterparts.back, replica)):
+                for attribute in self._counterparts.mirrors.merge(
+                    replica.index, partial(self._counterparts.back, replica)
+                ):
                     self.unseen.note_container(*attribute)
         # Shared containers grow by what every slice appends, where one device appends once.
         for attribute in self._containers.grown():
             self.unseen.note_container(*attribute)
-        if self._several_devices:
-            self._containers.bring_home(self._root.device)
+        self._containers.bring_home()
         # For the next step: what this one has rebound by itself, on the user's own module.
         for index in self._watches[0].suspects():
             seen = self._seen[index]
@@ -325,10 +328,10 @@ class PythonState:
         for container, content in before:
             for replica in self._others:
                 translate = partial(self._counterparts.there, replica, lazily=True)
-                self._mirrors.rewind(container, content, replica.index, translate)
+                self._counterparts.mirrors.rewind(container, content, replica.index, translate)
 
     def _pair(self, attribute: tuple[int, str], replica: int, source: Any, copied: Any) -> None:
-        if self._mirrors.pair(attribute, replica, source, copied):
+        if self._counterparts.mirrors.pair(attribute, replica, source, copied):
             self.hooks.are_outdated = True
             self._counterparts.forget(replica)  # which does not know them
 

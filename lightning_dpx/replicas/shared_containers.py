@@ -34,10 +34,12 @@ class SharedContainers:
 
     Args:
         is_boundary: Tells what is shared whatever it holds, and is not looked into.
+        home: The first replica's device, if others are on other devices.
     """
 
-    def __init__(self, is_boundary: Callable[[Any], bool]) -> None:
+    def __init__(self, is_boundary: Callable[[Any], bool], home: torch.device | None = None) -> None:
         self._is_boundary = is_boundary
+        self._home = home
         self._watched: dict[Attribute, list[tuple[Any, Any]]] = {}
         self._contents: dict[Attribute, list[Any]] = {}  # copies of what these hold, where that is little
 
@@ -100,8 +102,11 @@ class SharedContainers:
                 if _mark(container) != mark:
                     _fill(container, mark, content)
 
-    def bring_home(self, home: torch.device) -> None:
-        """Tensors that replicas on other devices have put into them are moved to ``home``."""
+    def bring_home(self) -> None:
+        """Tensors that replicas on other devices have put into them are moved to the first one's."""
+        home = self._home
+        if home is None:
+            return
         seen: set[int] = set()
         for entries in self._watched.values():
             for container, mark in entries:

@@ -69,10 +69,10 @@ def test_of_a_long_list_what_was_appended_is_taken_out() -> None:
 
 def test_tensors_of_other_devices_come_home() -> None:
     value: dict[str, Any] = {"pair": (torch.zeros(2, device="meta"), 1), "items": [torch.ones(1)]}
-    containers = SharedContainers(lambda _: False)
+    containers = SharedContainers(lambda _: False, torch.device("meta"))
     containers.watch(HELD, empty := {"inner": list[Any]()})
     empty["inner"].append(value)
-    containers.bring_home(torch.device("meta"))
+    containers.bring_home()
     assert value["pair"][0].device.type == "meta"
     assert value["pair"][1] == 1
     assert value["items"][0].device.type == "cpu", "a step has put it on the host"

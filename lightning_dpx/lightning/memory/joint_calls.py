@@ -7,6 +7,8 @@ its step is put together from those that make some. Where that exceeds the budge
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from lightning_dpx.lightning.memory.seen_steps import SeenStep
 from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, forecast_plan
 from lightning_dpx.memory.profile.joined_steps import calls_in, has_calls, join_steps, varying_paths
@@ -21,24 +23,30 @@ class JointCalls:
     Args:
         seen: The steps that memory is planned for, which were profiled or put together.
         plans: One for each device that a step runs on; they decide alike.
+        devices: These devices.
         beyond: Calls of steps that were beyond the budget, by path, and how often each is made.
 
     Attributes:
         step: One that was made and is beyond the budget, with all others that were; ``None`` without one.
-        device_index: The number of the first device where its activations are too many.
+        device: The first device where its activations are too many.
         peak: Bytes that they take there.
         room: Bytes that they may take.
     """
 
     def __init__(
-        self, seen: Sequence[SeenStep], plans: Sequence[MemoryPlan], beyond: Mapping[str, int] | None = None
+        self,
+        seen: Sequence[SeenStep],
+        plans: Sequence[MemoryPlan],
+        devices: Sequence[torch.device],
+        beyond: Mapping[str, int] | None = None,
     ) -> None:
         self.step: SeenStep | None = None
-        self.device_index: int = 0
+        self.device: torch.device = devices[0]
         self.peak: int = 0
         self.room: int = 0
         self.beyond: dict[str, int] = dict(beyond or {})
         self._plans = plans
+        self._devices = devices
         self._seen = seen
         self._profiled = [step for step in seen if not step.is_joined]
         firsts = [step.profiles[0] for step in self._profiled]
@@ -77,7 +85,7 @@ class JointCalls:
             for path, number in calls.items():
                 self.beyond[path] = max(number, self.beyond.get(path, 0))
             self.step = self._joined(self.beyond)
-            self.device_index = index
+            self.device = self._devices[index]
             self.peak = forecast_plan(step.profiles[index], self._plans[index]).peak
             self.room = self._plans[index].budget or 0
             return is_first

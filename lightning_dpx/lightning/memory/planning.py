@@ -3,18 +3,17 @@
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets
+from lightning_dpx.lightning.memory.device_plans import Decided, DevicePlans
 from lightning_dpx.lightning.memory.joint_calls import JointCalls
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.peak_check import PeakCheck
@@ -39,7 +38,6 @@ from lightning_dpx.memory import (
     in_micro_batches,
     make_planner,
     plan_devices,
-    plan_shapes,
     remove_plan,
     summary,
 )
@@ -48,32 +46,6 @@ from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
 from lightning_dpx.units import format_bytes, format_mib, format_part
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
-_TIGHTER = 0.8  # of the activations of a plan that did not fit
-
-
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """What was decided for the replicas on one device.
-
-    Attributes:
-        devices: The devices that a step of theirs runs on.
-        seen: Their steps, one of each shape.
-        plans: One for each device; they decide alike.
-        worst: For each device, which of the steps leaves least room there.
-        limits: For each device, the bytes that everything on it may take.
-        held: For each device, the bytes of that which are no activations.
-    """
-
-    devices: tuple[torch.device, ...]
-    seen: tuple[SeenStep, ...]
-    plans: tuple[MemoryPlan, ...]
-    worst: tuple[int, ...]
-    limits: tuple[int, ...]
-    held: tuple[int, ...]
-
-    def worst_step(self, index: int) -> SeenStep:
-        """The step that leaves least room on the device at ``index``."""
-        return self.seen[self.worst[index]]
 
 
 class MemoryPlanning:
@@ -86,8 +58,7 @@ class MemoryPlanning:
         plan_cache: Where plans of earlier runs are; see :class:`PlanCache`.
 
     Attributes:
-        plans: By device, what is followed.
-        profiles: By device, the step that leaves least room there, of those that the plan was made for.
+        devices: What was decided for each device.
         cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
         runs_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
         tried: Steps of the batch that is planned next, where their profiles are known.
@@ -115,10 +86,7 @@ class MemoryPlanning:
         self._given = MemoryPlan.load(plan) if isinstance(plan, str) else plan
         if self._given is not None and not isinstance(self._given, MemoryPlan):
             raise ConfigurationError(f"plan={plan!r} is not allowed; give a MemoryPlan or the path of a saved one.")
-        self.plans: dict[torch.device, MemoryPlan] = {}
-        self.profiles: dict[torch.device, Profile] = {}
-        self._limits: dict[torch.device, tuple[int, int]] = {}  # with the number of replicas that share the device
-        self._decided: dict[torch.device, _Decided] = {}  # by a replica's device
+        self.devices: DevicePlans = DevicePlans()
         self._shapes = KnownShapes()
         self._announced_no_loss = False
         self._provisional = False  # made before the first batch, since when others may have taken memory
@@ -129,6 +97,16 @@ class MemoryPlanning:
         self.cut_costs: dict[torch.device, float] = {}
         self.runs_forward_twice = False
         self.tried: TriedSteps = {}
+
+    @property
+    def plans(self) -> dict[torch.device, MemoryPlan]:
+        """By device, what is followed."""
+        return self.devices.plans
+
+    @property
+    def profiles(self) -> dict[torch.device, Profile]:
+        """By device, the step that leaves least room there, of those that the plan was made for."""
+        return self.devices.profiles
 
     @property
     def wanted(self) -> bool:
@@ -306,7 +284,7 @@ class MemoryPlanning:
             rank_zero_warn(
                 f"dpx: a step calls more of {type(replica.module).__name__} together than any that memory was planned "
                 f"for: its activations take about {format_mib(joint.peak)}, where memory_budget leaves "
-                f"{format_mib(joint.room)} on {self._decided[replica.device].devices[joint.device_index]}. From the "
+                f"{format_mib(joint.room)} on {joint.device}. From the "
                 "next step on memory is planned for all that such steps have called."
             )
 
@@ -335,7 +313,7 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         self._other_steps = OtherSteps()
         self._joint_calls.clear()
-        self._decided.clear()
+        self.devices.forget_decisions()
 
     def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """At the first batch, if plans were made before it: whether the devices still have the room.
@@ -349,7 +327,7 @@ class MemoryPlanning:
         held = static(slices)
         for device in by_device(slices):
             # The limit of a budget that is "auto" is read again here: it is what is free by now.
-            needed = held.beside_activations(device) + self.forecast(device)[0]
+            needed = held.beside_activations(device) + self.devices.forecast(device)[0]
             if device in self.plans and needed > self.budgets.limit(device, replicas.devices):
                 self._take_off(replicas)
                 try:
@@ -367,9 +345,10 @@ class MemoryPlanning:
         source: str,
     ) -> None:
         gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
-        decided = dict[torch.device, _Decided]()
+        decided = dict[torch.device, Decided]()
         for home, here in by_device(slices).items():
-            known = self._decided[home].seen if home in self._decided else ()
+            before = self.devices.of(home)
+            known = () if before is None else before.seen
             steps = list(known)
             if home in seen:
                 # One that was put together has the calls of all such that came before.
@@ -378,27 +357,25 @@ class MemoryPlanning:
             if home in replicas.devices and steps:
                 decided[home] = self._plans_of_device(replicas, here[0], steps, static)
         # Only once every device has a plan: if one of them is refused, the plans of before stay in force.
-        self._decided.update(decided)
+        self.devices.decide(decided)
         for one in decided.values():
-            for index, device in enumerate(one.devices):
-                self._limits[device] = (one.limits[index], one.worst_step(index).sharing[index])
+            for device in one.devices:
                 self._peaks.passing[device] = static.coming_gradients(device) + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
-        self._other_steps.plan_for(step for one in self._decided.values() for step in one.seen)
+        self._other_steps.plan_for(self.devices.steps())
         for home, one in decided.items():
-            before = self._joint_calls.get(home)
-            self._joint_calls[home] = JointCalls(one.seen, one.plans, before.beyond if before else None)
-        self._list_plans()
+            joint = self._joint_calls.get(home)
+            self._joint_calls[home] = JointCalls(one.seen, one.plans, one.devices, joint.beyond if joint else None)
         for one in decided.values():
             for index, device in enumerate(one.devices):
                 remark = _origin(one.worst_step(index).profiles[index], source, len(one.seen))
-                limit, sharing = self._limits[device]
+                limit, sharing = self.devices.limits[device]
                 rank_zero_info(_announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
 
     def _plans_of_device(
         self, replicas: ReplicaSet, largest: BatchSlice, steps: list[SeenStep], static: StaticMemory
-    ) -> _Decided:
+    ) -> Decided:
         """The plans of the devices that the replicas on one device run on.
 
         Args:
@@ -424,7 +401,8 @@ class MemoryPlanning:
             # activations are there together.
             rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
         # A plan that still does is kept, without a search; those of all devices decide alike.
-        now = self._decided[home].plans[0] if home in self._decided else None
+        before = self.devices.of(home)
+        now = None if before is None else before.plans[0]
         try:
             profiles = [step.profiles for step in steps]
             # What is free differs by some bytes in each run, so it cannot be
@@ -445,7 +423,7 @@ class MemoryPlanning:
             # and no memory for backward.
             again = profile.forward_seconds / profile.step_seconds
         plans = self._in_micro_batches(shared.plans, replicas, largest, again)
-        return _Decided(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held))
+        return Decided(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held))
 
     def _in_micro_batches(
         self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
@@ -458,16 +436,6 @@ class MemoryPlanning:
         shares = [cost * (1 + again + (plan.recompute_share or 0.0)) for plan in plans]
         pairs = zip(plans, shares, strict=True)
         return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
-
-    def _list_plans(self) -> None:
-        self.plans = {}
-        self.profiles = {}
-        for decided in self._decided.values():
-            for index, (device, plan) in enumerate(zip(decided.devices, decided.plans, strict=True)):
-                if device in self.plans and (self.plans[device].peak or 0) >= (plan.peak or 0):
-                    continue  # several replicas are shifted there
-                self.plans[device] = plan
-                self.profiles[device] = decided.seen[decided.worst[index]].profiles[index]
 
     def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
         least = format_bytes(held + sharing * (error.smallest or 0))
@@ -538,71 +506,29 @@ class MemoryPlanning:
         Raises:
             BudgetError: nothing takes less.
         """
-        if not self._decided:
+        if not self.devices:
             # With on_oom="replan" and no budget, the first plan is made for what is free by now.
             if self.budgets.given is None:
                 self.budgets = Budgets("auto")
             self.decide(replicas, slices, run, static)
         else:
-            tighter = {home: self._tighter(replicas.root.module, one) for home, one in self._decided.items()}
+            # The replicas keep their plans if nothing takes less.
+            self.devices.tighten(replicas.root.module, self.planner)
             self._take_off(replicas)
-            self._decided = tighter
-            self._list_plans()
             self._put_on(replicas)
         return self.describe()
 
     def describe(self) -> str:
         """A summary of the plans, device by device, in words."""
-        return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
-
-    def _tighter(self, module: nn.Module, decided: _Decided) -> _Decided:
-        steps = [step.profiles for step in decided.seen]
-        now = [plan.peak or plan.unplanned_peak for plan in decided.plans]
-        rooms = [int(peak * _TIGHTER) for peak in now]
-        try:
-            shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
-        except BudgetError as error:
-            # With one device there is no other that could give more.
-            if len(rooms) == 1:
-                raise
-            # Which of the devices ran out is not known: the other one gives more.
-            rooms[error.device_index] = now[error.device_index]
-            shared = plan_shapes(module, steps, [rooms] * len(steps), self.planner, decided.plans[0])
-        return replace(decided, plans=shared.plans, worst=shared.worst)
+        return self.devices.describe()
 
     def advice(self) -> str:
         """Advice, in sentences, for a run that is out of memory."""
-        if not self.plans:
-            return (
-                "DPXStrategy(memory_budget='auto') computes again what does not fit; on_oom='replan' does so once it "
-                "is needed. Otherwise use a smaller batch."
-            )
-        said = []
-        for device, plan in self.plans.items():
-            budget = f" for a budget of {format_mib(self._limits[device][0])}" if device in self._limits else ""
-            said.append(f"The plan of {device}{budget} predicted {format_mib(plan.peak or 0)} of activations.")
-            decided = next((one for one in self._decided.values() if device in one.devices), None)
-            if decided is None:
-                continue
-            try:
-                # An empty module does, as this plan is described and never followed.
-                less = self._tighter(nn.Module(), decided).plans[decided.devices.index(device)]
-            except BudgetError:
-                said.append("No plan takes much less: use a smaller batch.")
-                continue
-            said.append(
-                f"One of {format_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
-                "memory_budget, or on_oom='replan'."
-            )
-        return " ".join(said)
+        return self.devices.advice(self.planner)
 
     def forecast(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
-        plan = self.plans.get(device)
-        if plan is None:
-            return 0, 0
-        limit, sharing = self._limits.get(device, (0, 1))
-        return (plan.peak or 0) * sharing, limit
+        return self.devices.forecast(device)
 
     def _take_off(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas:
@@ -624,9 +550,7 @@ class MemoryPlanning:
         self._has_told_of_calls = False
         self.cache.start()
         self.cut_costs = {}
-        self.plans.clear()
-        self.profiles.clear()
-        self._decided.clear()
+        self.devices.forget()
         # One that an out-of-memory error has led to was for that run.
         self.budgets = self._budgets_given
 

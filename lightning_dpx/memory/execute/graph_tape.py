@@ -173,6 +173,7 @@ class GraphTape:
             value.dropped = True
             for source in value.sources:
                 source.want()
+        # Weakly: what nothing is made from goes as soon as it has been looked at.
         mark_output(node, output, value)
         if self.reached is not None:
             self.reached.append(weakref.ref(value))

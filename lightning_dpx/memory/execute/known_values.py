@@ -25,6 +25,7 @@ class KnownValues:
 
     def begin(self) -> None:
         """Another forward begins: the values of the one before are not its own."""
+        # What an earlier backward has made again stays known as long as its memory lives.
         self._saved.clear()
 
     def add(self, identity: Identity, value: Value) -> None:

@@ -53,7 +53,7 @@ class _Patience:
         return self._left > 0
 
     def spend(self) -> None:
-        """A forward was followed."""
+        """A forward was followed, and may be relied on."""
         self._left -= 1
 
     def begin_anew(self) -> None:
