@@ -98,13 +98,6 @@ class Mirror:
         if not self._is_same(self._peek(copied), expected):
             self._fill(copied, expected)
 
-    def rewind(self, replica: int, content: list[Any], translate: Translate) -> None:
-        """During a step: the counterpart gets what the source held before it, and is compared with that afterwards."""
-        items = self._items_from(content)
-        self._seen = items
-        self._expected[replica] = self._translated(items, translate)
-        self._fill(self.copies[replica], self._expected[replica])
-
     def note(self) -> None:
         """After all counterparts were synchronized: remembers what the source holds."""
         if not self._is_same(self._items_of_source(), self._seen):
@@ -130,13 +123,6 @@ class Mirror:
     def _items(self, container: Any) -> Any:
         raise NotImplementedError
 
-    def _items_from(self, content: list[Any]) -> Any:
-        """What :meth:`_items` gives of a container with this content: its items, or the pairs of a dict."""
-        raise NotImplementedError
-
-    def _translated(self, items: Any, translate: Translate) -> Any:
-        raise NotImplementedError
-
     def _is_same(self, now: Any, then: Any) -> bool:
         raise NotImplementedError
 
@@ -155,12 +141,6 @@ class SequenceMirror(Mirror):
 
     def _items(self, container: Any) -> list[Any]:
         return list(container)
-
-    def _items_from(self, content: list[Any]) -> list[Any]:
-        return list(content)
-
-    def _translated(self, items: list[Any], translate: Translate) -> list[Any]:
-        return list(map(translate, items))
 
     def _is_same(self, now: Any, then: Any) -> bool:
         return len(now) == len(then) and all(map(operator.is_, now, then))
@@ -212,12 +192,6 @@ class MappingMirror(Mirror):
 
     def _items(self, container: Any) -> dict[Any, Any]:
         return dict(self._peek(container))
-
-    def _items_from(self, content: list[Any]) -> dict[Any, Any]:
-        return dict(content)
-
-    def _translated(self, items: dict[Any, Any], translate: Translate) -> dict[Any, Any]:
-        return dict(zip(items, map(translate, items.values()), strict=True))
 
     def _is_same(self, now: dict[Any, Any], then: dict[Any, Any]) -> bool:
         return (
@@ -287,12 +261,6 @@ class SetMirror(Mirror):
     def _items(self, container: set[Any]) -> set[Any]:
         return set(container)
 
-    def _items_from(self, content: list[Any]) -> set[Any]:
-        return set(content)
-
-    def _translated(self, items: set[Any], translate: Translate) -> set[Any]:
-        return set(map(translate, items))
-
     def _is_same(self, now: set[Any], then: set[Any]) -> bool:
         # By equality, as a set itself tells its items apart.
         return now == then
@@ -350,20 +318,6 @@ class Mirrors:
                 del self._attribute_of[place]
                 del self._mirrors[place]
         return found
-
-    def rewind(self, source: Any, content: list[Any], replica: int, translate: Translate) -> None:
-        """During a step: the replica's counterpart of a container gets what that held before the step, its ``content``.
-
-        Args:
-            source: The root's container; the dict of an object's attributes stands for the object.
-            content: Its items, or the pairs of a dict.
-            replica: The index of a replica.
-            translate: From the root's values to that replica's.
-        """
-        for mirror in self._mirrors.values():
-            is_source = mirror.source is source or own_attributes(mirror.source) is source
-            if is_source and replica in mirror.copies:
-                mirror.rewind(replica, content, translate)
 
     def pairs(self, replica: int) -> Iterator[tuple[Any, Any]]:
         """The root's containers and those of one replica."""

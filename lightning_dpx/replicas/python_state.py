@@ -245,13 +245,11 @@ class PythonState:
     # ---- between the turns of a step, and after it ----
 
     def hand_over(self) -> None:
-        """Between two replicas that take turns: containers that got tensors are mirrored, as they were before the step.
-
-        A memory that the step of one slice has filled is none that another slice of the same batch may go on from.
-        """
-        if self._begun and self.wrote_shared():
+        """Between two replicas that take turns on different devices: containers that got tensors are mirrored."""
+        # On one device the other replica can use the tensors as they are.
+        if self._containers.home is not None and self._begun:
             self._counterparts.forget()
-            self._send_new_containers(during_step=True)
+            self._send_new_containers()
             if self.hooks.are_outdated:
                 self.hooks.follow()
 
@@ -303,32 +301,17 @@ class PythonState:
 
     # ---- what is shared, and what is mirrored ----
 
-    def _send_new_containers(self, *, during_step: bool = False) -> None:
-        """Attributes with a shared container that has changed are looked at again: it may hold tensors now.
-
-        Args:
-            during_step: Replicas get it as it was before the step that is under way, where that is known; and what
-                has no tensors is still to be compared with what it was then.
-        """
+    def _send_new_containers(self) -> None:
+        """Attributes with a shared container that has changed are looked at again: it may hold tensors now."""
         for index, key in self._containers.changed():
             value = vars(self._modules[0][index]).get(key, _MISSING)
             if value is _MISSING:
                 continue
             # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
             if self._containers.lead_to_tensors((index, key), value):
-                before = self._containers.before((index, key))
                 self._send(index, key, value)
-                if during_step:
-                    self._rewind(before)
-            elif not during_step:
+            else:
                 self._containers.watch((index, key), value)
-
-    def _rewind(self, before: Sequence[tuple[Any, list[Any]]]) -> None:
-        """The mirrors of containers get what those held before the step."""
-        for container, content in before:
-            for replica in self._others:
-                translate = partial(self._counterparts.there, replica, lazily=True)
-                self._counterparts.mirrors.rewind(container, content, replica.index, translate)
 
     def _pair(self, attribute: tuple[int, str], replica: int, source: Any, copied: Any) -> None:
         if self._counterparts.mirrors.pair(attribute, replica, source, copied):

@@ -35,11 +35,14 @@ class SharedContainers:
     Args:
         is_boundary: Tells what is shared whatever it holds, and is not looked into.
         home: The first replica's device, if others are on other devices.
+
+    Attributes:
+        home: Likewise.
     """
 
     def __init__(self, is_boundary: Callable[[Any], bool], home: torch.device | None = None) -> None:
         self._is_boundary = is_boundary
-        self._home = home
+        self.home: torch.device | None = home
         self._watched: dict[Attribute, list[tuple[Any, Any]]] = {}
         self._contents: dict[Attribute, list[Any]] = {}  # copies of what these hold, where that is little
 
@@ -81,14 +84,6 @@ class SharedContainers:
         leading = self._graph_of(value).leading()
         return any(id(container) in leading for container, _ in self._watched[attribute])
 
-    def before(self, attribute: Attribute) -> list[tuple[Any, list[Any]]]:
-        """The containers behind an attribute that have changed, and what they held; of large ones that is not known."""
-        found = []
-        for (container, mark), content in zip(self._watched[attribute], self._contents[attribute], strict=True):
-            if content is not None and _mark(container) != mark:
-                found.append((container, content))
-        return found
-
     def grown(self) -> Iterator[Attribute]:
         """The attributes behind which a container has another number of items."""
         for attribute, entries in self._watched.items():
@@ -104,7 +99,7 @@ class SharedContainers:
 
     def bring_home(self) -> None:
         """Tensors that replicas on other devices have put into them are moved to the first one's."""
-        home = self._home
+        home = self.home
         if home is None:
             return
         seen: set[int] = set()

@@ -114,8 +114,6 @@ class ListWatch:
         for place in list(self._before):
             for sibling in place.siblings(self._module):
                 self._before.setdefault(sibling, _Noted.of(sibling.find(self._module)))
-        # Of these, the replicas have mirrors, or all the same one.
-        self._outermost = {place.attribute: ListPlace(place.attribute).find(self._module) for place in self._before}
 
     def siblings(self, place: ListPlace) -> list[ListPlace]:
         """The lists beside the one at ``place`` that are there now."""
@@ -154,7 +152,7 @@ class ListWatch:
             return []
         # It has the items of all: the others' lists are mirrors of it, which hold their own as
         # well.
-        if len(now) == expected or self._is_joined(place):
+        if len(now) == expected:
             return list(now)
         # By identity: where several replicas have one list, its items count once.
         made = {id(now): list(now)}
@@ -163,17 +161,6 @@ class ListWatch:
             if isinstance(theirs, list | deque):
                 made.setdefault(id(theirs), list(theirs))
         return list(chain.from_iterable(made.values()))
-
-    def _is_joined(self, place: ListPlace) -> bool:
-        """Whether a list that was not there is an entry of mappings that were: what replicas put there came together.
-
-        Of those in an attribute, or an object, that a step has set, every replica has its own.
-        """
-        outer = ListPlace(place.attribute).find(self._module)
-        if not place.keys or outer is None or outer is not self._outermost.get(place.attribute):
-            return False
-        holders = [ListPlace(place.attribute, place.keys[:depth]) for depth in range(len(place.keys))]
-        return all(isinstance(holder.find(self._module), Mapping) for holder in holders)
 
     def grown(self, places: Iterable[ListPlace]) -> dict[ListPlace, list[Any]]:
         """What has been appended to those of the lists that have got something, but for lists inside of new items."""

@@ -106,16 +106,6 @@ def test_what_all_replicas_have_appended_to_one_list_is_counted_once() -> None:
     assert watch.appended(place, expected=2) == [1, 2]
 
 
-def test_what_slices_put_into_a_mapping_that_was_there_is_counted_once_however_many_items_there_are() -> None:
-    """Lists by class: the first slice has no row of that class, and its list got what the second one appended."""
-    modules = [holding(by_class={}) for _ in range(2)]
-    place = ListPlace("by_class", (3,))
-    watch = ListWatch(modules, [place])
-    modules[0].by_class[3] = [1]
-    modules[1].by_class[3] = [1]
-    assert watch.appended(place, expected=2) == [1]
-
-
 def test_lists_inside_of_new_items_are_no_lists_that_grow() -> None:
     module = holding(pairs=[[1]])
     watch = ListWatch([module], find_lists(vars(module).items()))
