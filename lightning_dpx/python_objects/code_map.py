@@ -60,7 +60,7 @@ class _Names:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
-        self._size = len(vars(owner)) if isinstance(owner, type) else None
+        self._keys = frozenset(vars(owner)) if isinstance(owner, type) else None
         self._missing: set[str] = set()
         self._held: dict[str, int] = {}
         self._wrapped: dict[str, int] = {}
@@ -83,7 +83,7 @@ class _Names:
         if owner is None:
             return False
         space = namespace_of(owner)
-        if self._size is not None and len(space) != self._size:
+        if self._keys is not None and space.keys() != self._keys:
             return False
         # In C, for the names are thousands.
         if not self._missing.isdisjoint(space):
@@ -149,7 +149,7 @@ class CodeMap:
             if package_of(getattr(owner, "__module__", None)) not in self._packages:
                 continue
             # What a decorated function calls is in its closure, and no name leads there.
-            if isinstance(owner, types.FunctionType) and owner.__closure__:
+            if isinstance(owner, types.FunctionType) and (owner.__closure__ or vars(owner)):
                 self._closures.append(_Closure(owner))
                 for value in contents_of(owner):
                     self._watch(value)

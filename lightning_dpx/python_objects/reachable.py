@@ -102,7 +102,11 @@ class _Search:
             self._roots = {}
             self._covered = code.covered
             for place in code.places:
-                self._add((None, "name", place.label), place.read())
+                value = place.read()
+                # It held an object when the code was followed.
+                if isinstance(value, type) and isinstance(place.owner(), types.FunctionType):
+                    self._add_class(value)
+                self._add((None, "name", place.label), value)
             yield from self._visit()
 
     def _visit(self) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.seen_values import is_still, remembered
+from lightning_dpx.replicas.seen_values import content_of, is_content_of
 
 _ATTRIBUTES = operator.attrgetter("__dict__")  # mapped over every parameter of every step, not looped
 
@@ -52,10 +52,9 @@ class ParameterAttributes:
                 self._send(index, attributes, seen)
 
     def _send(self, index: int, attributes: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
-        # An object that is there still is not sent again, whatever was written into it.
         changed = {key: value for key, value in attributes.items() if not _is_known(seen, key, value)}
         gone = seen.keys() - attributes.keys()
-        self._seen[index] = remembered(attributes)
+        self._seen[index] = _contents_of(attributes)
         if not (changed or gone):
             return
         # Replicas of one device may have one parameter between them.
@@ -74,7 +73,7 @@ class ParameterAttributes:
 
 def attributes_of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
     """What is set on parameters now, by their names; for :func:`newly_set`."""
-    return {name: remembered(vars(parameter)) for name, parameter in named}
+    return {name: _contents_of(vars(parameter)) for name, parameter in named}
 
 
 def newly_set(named: Iterable[tuple[str, nn.Parameter]], before: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -98,9 +97,9 @@ def _holds_values(value: Any) -> bool:
     return is_number or isinstance(value, torch.Tensor | np.ndarray)
 
 
+def _contents_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: content_of(value) for key, value in attributes.items()}
+
+
 def _is_known(seen: Mapping[str, Any], key: str, value: object) -> bool:
-    if key not in seen:
-        return False
-    # A number that is computed anew may be the same number and another object.
-    is_number = isinstance(value, int | float)
-    return is_still(seen[key], value) or (is_number and seen[key] == value)
+    return key in seen and is_content_of(seen[key], value)

@@ -6,6 +6,7 @@ subclass of it (``isinstance`` holds), which asks the calling replica's view for
 replica's code, as in the meeting where the real step is taken, they are what they were.
 """
 
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -119,24 +120,27 @@ def acts_once(owner: Any) -> bool:
 def _make_subclass(kind: Any) -> type:
     """A class of the same name, a subclass of ``kind`` that asks the calling replica's view for attributes."""
 
+    def get(self: Any, name: str) -> Any:
+        # Python asks for special attributes by itself, as in isinstance(), and the class must answer.
+        view = None if name.startswith("__") else current_view()
+        if view is None:
+            return kind.__getattribute__(self, name)
+        return view.attribute(self, name)
+
+    def put(self: Any, name: str, value: Any) -> None:
+        view = None if name.startswith("__") else current_view()
+        if view is None:
+            kind.__setattr__(self, name, value)
+        else:
+            view.assign(self, name, value)
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__getattribute__"] = get
+        namespace["__setattr__"] = put
+        # Code that looks at the name of an optimizer's class finds the one that it knows.
+        for name in ("__qualname__", "__module__", "__doc__"):
+            namespace[name] = getattr(kind, name)
+
     # No other base: before a class with an abstract one its objects would have another layout, and Python refuses to
     # exchange the class of an object for one of another layout.
-    class Asking(kind):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            # Python asks for special attributes by itself, as in isinstance(), and the class must answer.
-            view = None if name.startswith("__") else current_view()
-            if view is None:
-                return super().__getattribute__(name)
-            return view.attribute(self, name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            view = None if name.startswith("__") else current_view()
-            if view is None:
-                super().__setattr__(name, value)
-            else:
-                view.assign(self, name, value)
-
-    # Code that looks at the name of an optimizer's class finds the one that it knows.
-    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Asking, name, getattr(kind, name))
-    return Asking
+    return types.new_class(kind.__name__, (kind,), exec_body=fill)

@@ -46,30 +46,31 @@ class DevicePlans:
         plans: By device, what is followed.
         profiles: By device, the step that leaves least room there, of those that the plan was made for.
         limits: By device, the bytes that everything there may take, and the number of replicas that share it.
+        decided: By a replica's device, what was decided there.
     """
 
     def __init__(self) -> None:
         self.plans: dict[torch.device, MemoryPlan] = {}
         self.profiles: dict[torch.device, Profile] = {}
         self.limits: dict[torch.device, tuple[int, int]] = {}
-        self._decided: dict[torch.device, Decided] = {}  # by a replica's device
+        self.decided: dict[torch.device, Decided] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._decided)
+        return bool(self.decided)
 
     def of(self, home: torch.device) -> Decided | None:
         """What was decided for the replicas on a device."""
-        return self._decided.get(home)
+        return self.decided.get(home)
 
     def steps(self) -> Iterator[SeenStep]:
         """All steps that plans were made for."""
         # Of all shapes that were seen: one plan has to do for them.
-        for one in self._decided.values():
+        for one in self.decided.values():
             yield from one.seen
 
     def decide(self, decided: Mapping[torch.device, Decided]) -> None:
         """These are the plans from now on, by a replica's device; those of other devices stay."""
-        self._decided.update(decided)
+        self.decided.update(decided)
         # Of the latest plans: a device may have fewer replicas, or less room, than before.
         for one in decided.values():
             for index, device in enumerate(one.devices):
@@ -78,13 +79,13 @@ class DevicePlans:
 
     def forget_decisions(self) -> None:
         """The steps that plans were made for are not those of this run; until there are other plans these hold."""
-        self._decided.clear()
+        self.decided.clear()
 
     def forget(self) -> None:
         """There are no plans any more."""
         self.plans.clear()
         self.profiles.clear()
-        self._decided.clear()
+        self.decided.clear()
 
     def tighten(self, module: nn.Module, planner: Planner) -> None:
         """All plans take less from now on.
@@ -92,13 +93,13 @@ class DevicePlans:
         Raises:
             BudgetError: nothing takes less.
         """
-        self._decided = {home: _tighter(module, one, planner) for home, one in self._decided.items()}
+        self.decided = {home: _tighter(module, one, planner) for home, one in self.decided.items()}
         self._list_plans()
 
     def _list_plans(self) -> None:
         self.plans = {}
         self.profiles = {}
-        for decided in self._decided.values():
+        for decided in self.decided.values():
             for index, (device, plan) in enumerate(zip(decided.devices, decided.plans, strict=True)):
                 if device in self.plans and (self.plans[device].peak or 0) >= (plan.peak or 0):
                     continue  # several replicas are shifted there
@@ -128,7 +129,7 @@ class DevicePlans:
         for device, plan in self.plans.items():
             budget = f" for a budget of {format_mib(self.limits[device][0])}" if device in self.limits else ""
             said.append(f"The plan of {device}{budget} predicted {format_mib(plan.peak or 0)} of activations.")
-            decided = next((one for one in self._decided.values() if device in one.devices), None)
+            decided = next((one for one in self.decided.values() if device in one.devices), None)
             if decided is None:
                 continue
             try:

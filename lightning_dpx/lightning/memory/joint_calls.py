@@ -5,7 +5,7 @@ none. So calls are counted where profiles differ in them. When a forward is over
 its step is put together from those that make some. Where that exceeds the budget, memory is planned for it, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,9 @@ from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, forecast_plan
 from lightning_dpx.memory.profile.joined_steps import calls_in, has_calls, join_steps, varying_paths
 
 _UNNOTICED = 1.002  # times a budget
+Kept = tuple[str, int, int]  # path of a module, number of its call, bytes
+
+_MOST_REMEMBERED = 1024  # combinations of calls
 _MOST_FORECASTS = 32  # after which only a step that keeps more than all of them is forecast
 
 
@@ -51,6 +54,7 @@ class JointCalls:
         self._profiled = [step for step in seen if not step.is_joined]
         firsts = [step.profiles[0] for step in self._profiled]
         self._paths = varying_paths(firsts)
+        self._kept = _kept_values(self._profiled, plans[0].dropped, self._paths)
         self._forecast = set[frozenset[tuple[str, int]]]()
         self._most_kept = 0
         # Where a step that makes all calls has room, any other one has.
@@ -62,12 +66,18 @@ class JointCalls:
         if self._paths:
             applied.count_calls(self._paths)
 
+    def stop(self) -> None:
+        """No plan keeps such steps within the budget: they are not looked for any more."""
+        self._paths = []
+
     def look_at(self, applied: AppliedPlan) -> bool:
         """After a forward: whether its step is the first one that is beyond the budget since the plans were made."""
         new = applied.calls.found - self._forecast
         applied.calls.found.clear()
-        for found in new:
-            self._forecast.add(found)
+        before = self.step
+        for found in new if self._paths else ():
+            if len(self._forecast) < _MOST_REMEMBERED:
+                self._forecast.add(found)
             calls = dict.fromkeys(self._paths, 0) | dict(found)
             kept = self._kept_by(calls)
             # To put a step together and to forecast it takes milliseconds, and of many layers each step
@@ -80,7 +90,6 @@ class JointCalls:
             index = self._exceeds(step)
             if index is None:
                 continue
-            is_first = self.step is None
             # Not this step alone: one that makes the calls of several such steps would be beyond the budget again.
             for path, number in calls.items():
                 self.beyond[path] = max(number, self.beyond.get(path, 0))
@@ -88,8 +97,7 @@ class JointCalls:
             self.device = self._devices[index]
             self.peak = forecast_plan(step.profiles[index], self._plans[index]).peak
             self.room = self._plans[index].budget or 0
-            return is_first
-        return False
+        return before is None and self.step is not None
 
     def _exceeds(self, step: SeenStep) -> int | None:
         """The number of the first device on which the step takes more than its plan allows."""
@@ -107,15 +115,24 @@ class JointCalls:
 
     def _kept_by(self, calls: Mapping[str, int]) -> int:
         """Bytes that the calls keep, as far as they tell steps apart."""
-        kept: dict[str, int] = {}
-        dropped = self._plans[0].dropped
-        for step in self._profiled:
-            for value in step.profiles[0].values:
-                # ``path#2:0`` is the first value of the second call of ``path``.
-                path, _, number = value.name.rpartition(":")[0].partition("#")
-                if int(number or 1) <= calls.get(path, 0) and value.name not in dropped:
-                    kept[value.name] = max(value.num_bytes, kept.get(value.name, 0))
-        return sum(kept.values())
+        kept = 0
+        for path, number, num_bytes in self._kept:
+            if number <= calls.get(path, 0):
+                kept += num_bytes
+        return kept
+
+
+def _kept_values(steps: Sequence[SeenStep], dropped: Collection[str], paths: Collection[str]) -> list[Kept]:
+    """The values that stay, of calls of these modules: each once, as large as it is in any of the steps."""
+    kept: dict[str, Kept] = {}
+    for step in steps:
+        for value in step.profiles[0].values:
+            # ``path#2:0`` is the first value of the second call of ``path``.
+            path, _, number = value.name.rpartition(":")[0].partition("#")
+            before = kept.get(value.name, ("", 0, 0))[2]
+            if path in paths and value.name not in dropped and value.num_bytes > before:
+                kept[value.name] = path, int(number or 1), value.num_bytes
+    return list(kept.values())
 
 
 def _most_calls(profiles: Sequence[Profile], paths: Sequence[str]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
-from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, bytes_of_tensors, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.lightning.memory.device_plans import Decided, DevicePlans
 from lightning_dpx.lightning.memory.joint_calls import JointCalls
@@ -44,6 +44,8 @@ from lightning_dpx.memory import (
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
 from lightning_dpx.units import format_bytes, format_mib, format_part
+
+_FULL = 0.9  # of the bytes of a slice
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
 
@@ -94,6 +96,8 @@ class MemoryPlanning:
         self._other_steps = OtherSteps()
         self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
         self._has_told_of_calls = False
+        self._planned_bytes: dict[torch.device, int] = {}  # of the largest slice, by a replica's device
+        self._full: set[torch.device] = set()  # devices of replicas whose slices in this step are as large
         self.cut_costs: dict[torch.device, float] = {}
         self.runs_forward_twice = False
         self.tried: TriedSteps = {}
@@ -262,6 +266,9 @@ class MemoryPlanning:
             self._plan(replicas, slices, held, seen, source)
             for batch_slice in slices:
                 self._shapes.add(batch_slice.batch)
+                home = batch_slice.replica.device
+                num_bytes = bytes_of_tensors(batch_slice.batch)
+                self._planned_bytes[home] = max(num_bytes, self._planned_bytes.get(home, 0))
             self._provisional = bool(source)
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
@@ -278,7 +285,13 @@ class MemoryPlanning:
         for replica in replicas.replicas:
             joint = self._joint_calls.get(replica.device)
             applied = applied_plan(replica.module)
-            if joint is None or applied is None or not joint.look_at(applied) or self._has_told_of_calls:
+            if joint is None or applied is None:
+                continue
+            # Profiles are of full slices: what a smaller one takes they do not tell.
+            if replica.device not in self._full:
+                applied.calls.found.clear()
+                continue
+            if not joint.look_at(applied) or self._has_told_of_calls:
                 continue
             self._has_told_of_calls = True
             rank_zero_warn(
@@ -291,7 +304,12 @@ class MemoryPlanning:
     def plan_joint_calls(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """Plans for steps that have called more together than any that was profiled, once they were seen."""
         self.end_forward(replicas)  # of steps by hand, whose backwards are not announced
-        seen = {home: joint.step for home, joint in self._joint_calls.items() if joint.step is not None}
+        self._full = self._devices_with_full_slices(slices)
+        # A smaller batch leaves more room than the plan may count on; the others wait for one of their size.
+        seen = {}
+        for home, joint in self._joint_calls.items():
+            if joint.step is not None and home in self._full:
+                seen[home] = joint.step
         if not seen:
             return
         for home in seen:
@@ -300,12 +318,22 @@ class MemoryPlanning:
         try:
             self._plan(replicas, slices, static(slices), seen, "")
         except BudgetError as error:
+            for home in seen:
+                self._joint_calls[home].stop()
             rank_zero_warn(
                 f"dpx: no plan keeps a step that calls as much of the module together within memory_budget: {error} "
                 "Such a step exceeds it."
             )
         finally:
             self._put_on(replicas)
+
+    def _devices_with_full_slices(self, slices: Sequence[BatchSlice]) -> set[torch.device]:
+        """The replicas' devices whose slices are about as large as those that memory was planned for."""
+        full = set[torch.device]()
+        for home, here in by_device(slices).items():
+            if bytes_of_tensors(here[0].batch) >= _FULL * self._planned_bytes.get(home, 0):
+                full.add(home)
+        return full
 
     def _leave_cache(self) -> None:
         """Drops what came from the cache, which does not fit the steps of this run."""
@@ -364,14 +392,18 @@ class MemoryPlanning:
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
         self._other_steps.plan_for(self.devices.steps())
-        for home, one in decided.items():
-            joint = self._joint_calls.get(home)
-            self._joint_calls[home] = JointCalls(one.seen, one.plans, one.devices, joint.beyond if joint else None)
+        self._look_for_joint_calls(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
                 remark = _origin(one.worst_step(index).profiles[index], source, len(one.seen))
                 limit, sharing = self.devices.limits[device]
                 rank_zero_info(_announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
+
+    def _look_for_joint_calls(self, decided: Mapping[torch.device, Decided]) -> None:
+        for home, one in decided.items():
+            joint = self._joint_calls.get(home)
+            beyond = None if joint is None else joint.beyond
+            self._joint_calls[home] = JointCalls(one.seen, one.plans, one.devices, beyond)
 
     def _plans_of_device(
         self, replicas: ReplicaSet, largest: BatchSlice, steps: list[SeenStep], static: StaticMemory
@@ -514,6 +546,7 @@ class MemoryPlanning:
         else:
             # The replicas keep their plans if nothing takes less.
             self.devices.tighten(replicas.root.module, self.planner)
+            self._look_for_joint_calls(self.devices.decided)
             self._take_off(replicas)
             self._put_on(replicas)
         return self.describe()
@@ -548,6 +581,7 @@ class MemoryPlanning:
         self._other_steps = OtherSteps()
         self._joint_calls.clear()
         self._has_told_of_calls = False
+        self._planned_bytes.clear()
         self.cache.start()
         self.cut_costs = {}
         self.devices.forget()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
@@ -130,8 +131,8 @@ def _held_by(holder: Any) -> list[torch.Tensor]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, torch.Tensor):
-            # Others have no storage, or one of another device.
-            if node.layout is torch.strided and is_host(node.device):
+            # Others have no storage, or one of another device, or none yet.
+            if not is_lazy(node) and node.layout is torch.strided and is_host(node.device):
                 found.append(node)
         elif isinstance(node, nn.Module):
             waiting += [*node.parameters(), *node.buffers()]

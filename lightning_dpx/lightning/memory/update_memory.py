@@ -4,6 +4,7 @@ Some take as much as all parameters together (``foreach=True`` keeps a list of w
 as much as the largest. Which it is shows on a small twin: the same settings, and parameters of a part of the rows.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,22 +53,26 @@ def _bytes_of(optimizer: Any) -> int:
 
 
 def _part_of(parameter: nn.Parameter, divisor: int) -> nn.Parameter:
-    """A parameter of a part of the rows, with a gradient."""
-    shape = list(parameter.shape)
-    if shape:
-        shape[0] = max(1, shape[0] // divisor)
-    part = nn.Parameter(torch.ones(shape, dtype=parameter.dtype))
+    """A parameter of a part of the rows, with a gradient; where there are too few rows, of a part of the columns."""
+    shape = []
+    for size in parameter.shape:
+        shape.append(max(1, size // divisor))
+        divisor = max(1, divisor // size)
+    part = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device="cpu"))
     part.grad = torch.ones_like(part)
     return part
 
 
+@torch.no_grad()
 def _taken(twin: Any) -> int:
     """Bytes that come and go in a step of a twin."""
-    twin.step()  # states are made in the first one, and stay
+    # Past the hooks that users have on the steps of all optimizers, and past what turns gradients off for a step.
+    step = inspect.unwrap(type(twin).step)
+    step(twin)  # states are made in the first one, and stay
     account = HostAccount()
     started = account.start()
     try:
-        twin.step()
+        step(twin)
     finally:
         taken = account.stop(started)
     return taken.most

@@ -84,4 +84,11 @@ class _Count(Passive):
 def _needs_gradient(output: Any) -> bool:
     # Most modules return a tensor, and there are many.
     leaves = (output,) if isinstance(output, torch.Tensor) else tree_leaves(output)
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return any(map(_may_need_gradient, leaves))
+
+
+def _may_need_gradient(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.requires_grad
+    # An object of a class of its own may hold tensors.
+    return not isinstance(leaf, int | float | str | bytes | None)

@@ -28,10 +28,8 @@ _NOT_CALLED = "its call is not made"
 
 
 def calls_in(profile: Profile) -> dict[str, int]:
-    """How often each module is called in a step, by path; as far as its values tell, where that was not counted."""
+    """How often each module is called in a step, by path: as it was counted, and as its values tell."""
     calls = dict(profile.called)
-    if calls:
-        return calls
     for value in profile.values:
         if value.name:
             path, number = _call_of(value.name)
@@ -119,7 +117,7 @@ def _without(profile: Profile, is_made: Callable[[SavedValue], bool]) -> Profile
     values = list(profile.values)
     for index in missing:
         # Others may be computed from it, so it keeps its number.
-        values[index] = replace(values[index], name="", refused=_NOT_CALLED)
+        values[index] = replace(values[index], name="", refused=_NOT_CALLED, compact=0)
     rest = replace(profile, values=tuple(values))
     # A storage stays as long as one of its values is saved by a call that is made.
     present = {value.storage for index, value in enumerate(profile.values) if index not in missing}
@@ -477,7 +475,9 @@ class _Insertion:
         requests = []
         for one in self._base.requests:
             event, released = events.of_base(one.event), events.of_base(one.released)
-            requests.append(replace(one, event=event, value=self._of_base[one.value], released=released))
+            # A profile in which nothing can be replayed has no holds, though its requests tell of some.
+            hold = one.hold if one.hold < len(self._base.holds) else -1
+            requests.append(replace(one, event=event, value=self._of_base[one.value], released=released, hold=hold))
         first = len(self._base.holds)
         kept = {hold: first + at for at, hold in enumerate(self._holds_of_runs())}
         for one in self._donor.requests:

@@ -58,10 +58,8 @@ def difference(
         return math.inf
     if one.numel() == 0:
         return 0.0
-    # Most of what is compared is equal, and large buffers are constants: no wide copies are made of these. Floats of a
-    # byte are not compared by torch.equal.
-    are_dense = one.layout == two.layout == torch.strided
-    if are_dense and one.dtype == two.dtype and one.dtype.itemsize > 1 and torch.equal(one, two):
+    # Most of what is compared is equal, and large buffers are constants: no wide copies are made of these.
+    if one.dtype == two.dtype and _is_compared(one) and _is_compared(two) and torch.equal(one, two):
         return 0.0
     # Whole numbers have no roundings.
     if not (one.is_floating_point() or one.is_complex()) and not (two.is_floating_point() or two.is_complex()):
@@ -84,3 +82,9 @@ def difference(
     # All are zero: nothing is divided by that.
     smallest = torch.finfo(torch.float32).tiny * tolerance.relative
     return float(apart.max()) / max(largest, smallest)
+
+
+def _is_compared(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.equal`` takes it: neither sparse tensors, nor complex numbers of halves, nor floats of a byte."""
+    is_of_a_byte = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    return tensor.layout == torch.strided and tensor.dtype != torch.complex32 and not is_of_a_byte
