@@ -109,6 +109,22 @@ def added_method(file: Any) -> Any:
     return file.HIDDEN
 
 
+def renamed_attribute(file: Any) -> Any:
+    """As many attributes as before."""
+    noise = random.Random(8)
+    del file.Net.noise
+    file.Net.later = noise
+    return noise
+
+
+def class_in_the_place_of_an_object(file: Any) -> Any:
+    noise = random.Random(9)
+    exec("class Late:\n    noise = None", vars(file))
+    file.Late.noise = noise
+    file.TABLE = file.Late
+    return noise
+
+
 def filled_closure(file: Any) -> Any:
     noise = random.Random(6)
     file.wrapped.fill(noise)
@@ -124,6 +140,8 @@ def filled_closure(file: Any) -> Any:
         filled_class,
         exchanged_property,
         added_method,
+        renamed_attribute,
+        class_in_the_place_of_an_object,
         filled_closure,
     ],
 )
@@ -149,3 +167,12 @@ def test_nothing_lives_longer_for_it(file: types.ModuleType) -> None:
     del module, held
     gc.collect()
     assert [reference() for reference in living] == [None, None, None]
+
+
+def test_what_a_function_was_made_to_stand_for_is_followed(file: types.ModuleType) -> None:
+    exec(
+        "import functools\ndef original(): return KEPT\ndef stands(): return None\n"
+        "functools.update_wrapper(stands, original)\nNet.method = stands\nKEPT = random.Random(3)\ndel original",
+        vars(file),
+    )
+    assert generators(file.Net()) == [file.KEPT]

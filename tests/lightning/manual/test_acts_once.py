@@ -84,3 +84,21 @@ def test_optimizers_are_found_in_attributes_and_small_containers() -> None:
     module.by_name = {"three": three}
     module.many = [sgd()] * 65
     assert [id(found) for found in held_optimizers(module)] == [id(one), id(two), id(three)]
+
+
+def test_a_base_that_registers_its_subclasses_sees_the_name_that_it_knows() -> None:
+    seen = list[tuple[str, str]]()
+
+    class Registers(torch.optim.SGD):
+        def __init_subclass__(cls, **options: Any) -> None:
+            super().__init_subclass__(**options)
+            seen.append((cls.__module__, cls.__qualname__))
+
+    class Mine(Registers):
+        pass
+
+    optimizer = Mine([nn.Parameter(torch.ones(1))], lr=0.1)
+    exchanged = Exchanged()
+    exchanged.add([optimizer])
+    exchanged.restore()
+    assert set(seen) == {(__name__, Mine.__qualname__)}

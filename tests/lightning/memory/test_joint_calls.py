@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from tests.conftest import assert_equal, make_trainer
@@ -62,9 +63,16 @@ class Skips(LightningModule):
 HALVES = [range(4), range(4, 8)]
 
 
-def fit(called: list[range], budget: int | None, accelerator: str = "sim", block: type[Block] = Block) -> Skips:
+def fit(
+    called: list[range],
+    budget: int | None,
+    accelerator: str = "sim",
+    block: type[Block] = Block,
+    rows: Sequence[int] = (),
+) -> Skips:
     model = Skips(called, block)
-    batches = DataLoader(TensorDataset(torch.randn(ROWS * len(called), WIDTH)), batch_size=ROWS)
+    sizes = rows or [ROWS] * len(called)
+    batches: Any = DataLoader([[torch.randn(size, WIDTH)] for size in sizes], batch_size=None)  # type: ignore[arg-type]
     strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches=1, plan_cache=False)
     make_trainer(max_epochs=1, strategy=strategy, accelerator=accelerator, devices=1).fit(model, batches)
     return model
@@ -141,4 +149,28 @@ def test_where_no_plan_keeps_them_within_the_budget_that_is_told_and_the_run_goe
     assert TOLD in messages[0]
     assert "no plan keeps a step" in messages[1]
     assert len(messages) == 2
+    assert_equal(plain.state_dict(), ours.state_dict(), bitwise=True)
+
+
+def test_a_short_batch_that_calls_all_layers_is_no_step_beyond_the_budget(sim: Any) -> None:
+    called = [*HALVES, *HALVES, range(8), *HALVES]
+    rows = [ROWS] * 4 + [ROWS // 8] + [ROWS] * 2
+    plain = fit(called, None, rows=rows)
+    with warnings.catch_warnings(record=True) as told:  # that the second half was not planned for is one
+        warnings.simplefilter("always")
+        ours = fit(called, int(0.7 * max(plain.peaks)), rows=rows)
+    assert not any(TOLD in str(one.message) for one in told)
+    assert_equal(plain.state_dict(), ours.state_dict(), bitwise=True)
+
+
+def test_a_short_batch_after_such_a_step_gives_its_plan_no_room_that_full_ones_have_not(sim: Any) -> None:
+    called = [*HALVES, *HALVES, range(8), range(4), range(8), range(8), range(8)]
+    rows = [ROWS] * 5 + [ROWS // 32] + [ROWS] * 3
+    plain = fit(called, None, rows=rows)
+    budget = int(0.6 * max(plain.peaks))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours = fit(called, budget, rows=rows)
+    assert sum(TOLD in str(one.message) for one in told) == 1
+    assert max(ours.peaks[6:]) <= budget
     assert_equal(plain.state_dict(), ours.state_dict(), bitwise=True)

@@ -232,6 +232,7 @@ class Shadow(Callback):
     """Holds averages as many callbacks of users do: tensors by name."""
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        self.lazy = nn.LazyLinear(3)  # has no numbers yet
         self.averages = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
 
 

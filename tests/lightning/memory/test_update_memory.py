@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
@@ -80,3 +81,23 @@ def test_a_step_beyond_the_budget_is_told_of_once_with_its_figures(foreach: bool
     if foreach:
         assert "takes 1.0 MiB on cpu" in messages[0]
         assert "5.0 MiB, where memory_budget allows 4.8 MiB" in messages[0]
+
+
+def test_a_parameter_of_one_row_counts_by_its_columns() -> None:
+    own = [nn.Parameter(torch.ones(1, 2**21)), *[nn.Parameter(torch.ones(1, 200)) for _ in range(100)]]
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(own, foreach=False)
+    optimizer.step()
+    taken = peak_of_passing(optimizer.step)
+    assert bytes_of_update([optimizer]) == pytest.approx(taken, rel=0.1)
+
+
+def test_hooks_on_all_optimizers_are_not_called_for_it() -> None:
+    calls = list[Any]()
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        assert bytes_of_update([torch.optim.AdamW(parameters(), foreach=True)]) > 0
+    finally:
+        handle.remove()
+    assert not calls

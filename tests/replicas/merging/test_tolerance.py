@@ -37,3 +37,11 @@ def test_another_order_of_additions_is_within_tolerance(dtype: torch.dtype, addi
     tolerance = Tolerance.of(dtype, additions)
     assert difference(whole, forward, tolerance, scale) <= tolerance.relative
     assert tolerance.relative < 0.5
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.bool, torch.uint8, torch.bfloat16])
+def test_numbers_that_torch_does_not_compare_are_compared(dtype: torch.dtype) -> None:
+    one = torch.ones(3).to(dtype)
+    assert difference(one, one.clone(), Tolerance.of(torch.float32, 1)) == 0.0
+    assert difference(one, torch.zeros(3).to(dtype), Tolerance.of(torch.float32, 1)) > 0.5
