@@ -33,7 +33,7 @@ Owner = Any  # of a namespace: a class, a file, or a function, whose globals are
 Named = tuple[str, Owner, str]  # how messages call a place, whose namespace it is in, and its key there
 
 
-class Place(NamedTuple):
+class NamedPlace(NamedTuple):
     """Where code may find an object.
 
     Attributes:
@@ -128,7 +128,7 @@ class CodeMap:
         self._closures: list[_Closure] = []
         self._waiting: deque[Owner] = deque(roots)
         self.covered: set[int] = set(covered)
-        self.places: list[Place] = []
+        self.places: list[NamedPlace] = []
         self._follow()
         self.further: CodeMaps = CodeMaps(self.covered)
 
@@ -161,7 +161,7 @@ class CodeMap:
                 place = id(space_owner if isinstance(space_owner, type) else space), key
                 if place not in noted:
                     noted.add(place)
-                    self._note(place[0], Place(label, weakref.ref(space_owner), key), space_owner)
+                    self._note(place[0], NamedPlace(label, weakref.ref(space_owner), key), space_owner)
 
     def _go_on(self, owner: Owner, value: Any) -> None:
         """The code behind what ``owner`` names is followed as well: functions, and classes that a function uses."""
@@ -170,7 +170,7 @@ class CodeMap:
         elif isinstance(value, type) and isinstance(owner, types.FunctionType):
             self._waiting.extend(value.__mro__)
 
-    def _note(self, space: int, place: Place, owner: Owner) -> None:
+    def _note(self, space: int, place: NamedPlace, owner: Owner) -> None:
         """What is settled by what it is has only to be compared from now on; else the place is to be read."""
         value = place.read()
         if not is_settled(value):

@@ -277,9 +277,7 @@ def _of_base(base: type, packages: frozenset[str]) -> Iterator[tuple[str, Any]]:
     if package_of(base.__module__) not in packages:
         return
     for name, value in list(vars(base).items()):
-        # The descriptor hides the function, and with it the names in its code.
-        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        yield name, function.fget if isinstance(function, property) else function
+        yield name, function_in(value)
 
 
 def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:

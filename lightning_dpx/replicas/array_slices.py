@@ -94,11 +94,21 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copied = tensor.detach().to(device, copy=True)
         if is_other:
             return copied
-        return _with_attributes(copied, tensor)
+        return _with_attributes_on(device, copied, tensor)
     # Past the methods of the class: its own ``to`` may look for attributes that ``detach`` has left behind.
     with DisableTorchFunctionSubclass():
         data = tensor.as_subclass(torch.Tensor).detach().to(device, copy=True)
-        return _with_attributes(data.as_subclass(type(tensor)), tensor)
+        return _with_attributes_on(device, data.as_subclass(type(tensor)), tensor)
+
+
+def _with_attributes_on(device: torch.device, copied: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``copied``, with the attributes of ``source``; tensors among these are copied as well."""
+    for name, value in source.__dict__.items():
+        # A parameter has a counterpart on every replica, which is not known here.
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            value = value.detach().to(device, copy=True)
+        copied.__dict__.setdefault(name, value)
+    return copied
 
 
 def _with_attributes(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_dpx.replicas.array_slices import copied_to
 from tests.replicas.same_batch import assert_same, halves
 
 
@@ -110,3 +111,16 @@ def test_arrays_are_cut_along_the_batch_dim() -> None:
     array = np.arange(12).reshape(3, 4)
     parts = halves({"x": array, "y": torch.ones(2, 4)}, 1, batch_dim=1)
     np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts], 1), array)
+
+
+def test_a_copy_has_tensors_of_its_own_in_the_attributes_as_well() -> None:
+    tensor: Any = torch.ones(2, 2)
+    tensor.scale = torch.full((2,), 3.0, requires_grad=True) * 1
+    tensor.columns = ("x", "y")
+    copied: Any = copied_to(tensor, torch.device("meta"))
+    assert copied.scale.device.type == "meta"
+    assert copied.columns is tensor.columns
+    here: Any = copied_to(tensor, torch.device("cpu"))
+    assert torch.equal(here.scale, tensor.scale)
+    assert here.scale.data_ptr() != tensor.scale.data_ptr()
+    assert here.scale.grad_fn is None

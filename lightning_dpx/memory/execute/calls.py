@@ -256,7 +256,7 @@ class Replay:
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory of ``tensor``, and its numbers."""
     base: torch.Tensor | None = view_base(tensor)
-    # a complex number is no view of its parts
+    # A complex number is no view of its parts.
     if base is None or base.dtype != tensor.dtype:
         return tensor
     return base

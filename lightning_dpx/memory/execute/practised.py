@@ -79,7 +79,6 @@ class Practised(Rematerialisation):
         twins: Likewise.
         watched: The least number of forwards that are followed call by call: the first ones, and as many again after
             one that did not follow the routine.
-
     """
 
     def __init__(
