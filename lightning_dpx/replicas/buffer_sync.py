@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.parameter_sync import check_names
 from lightning_dpx.replicas.replica import Replica
@@ -54,8 +55,8 @@ class _BufferCandidates:
                 total = total + (value - self._before)
             return total
         if rule in ("max", "min") and not self._owned.is_complex():
-            # Most buffers are constants, some of them large.
-            if all(torch.equal(value, values[0]) for value in values[1:]):
+            # Most buffers are constants, some of them large. To compare them on an accelerator would be to wait for it.
+            if is_host(values[0].device) and all(torch.equal(value, values[0]) for value in values[1:]):
                 return values[0]
             stacked = torch.stack(values)
             if rule == "max":

@@ -58,10 +58,6 @@ class DevicePlans:
     def __bool__(self) -> bool:
         return bool(self.decided)
 
-    def of(self, home: torch.device) -> Decided | None:
-        """What was decided for the replicas on a device."""
-        return self.decided.get(home)
-
     def steps(self) -> Iterator[SeenStep]:
         """All steps that plans were made for."""
         # Of all shapes that were seen: one plan has to do for them.

@@ -61,9 +61,14 @@ class JointCalls:
         if self._paths and self._exceeds(self._joined(_most_calls(firsts, self._paths))) is None:
             self._paths = []
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether any step could exceed the budget, so that calls are counted."""
+        return bool(self._paths)
+
     def count_in(self, applied: AppliedPlan) -> None:
         """Counts calls in the steps that follow this plan, if any could exceed the budget."""
-        if self._paths:
+        if self.is_looking:
             applied.count_calls(self._paths)
 
     def stop(self) -> None:
@@ -75,7 +80,7 @@ class JointCalls:
         new = applied.calls.found - self._forecast
         applied.calls.found.clear()
         before = self.step
-        for found in new if self._paths else ():
+        for found in new if self.is_looking else ():
             if len(self._forecast) < _MOST_REMEMBERED:
                 self._forecast.add(found)
             calls = dict.fromkeys(self._paths, 0) | dict(found)

@@ -303,6 +303,9 @@ class MemoryPlanning:
 
     def plan_joint_calls(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """Plans for steps that have called more together than any that was profiled, once they were seen."""
+        # Asked before every step, and the layers of most models are called in all of them.
+        if not any(joint.is_looking for joint in self._joint_calls.values()):
+            return
         self.end_forward(replicas)  # of steps by hand, whose backwards are not announced
         self._full = self._devices_with_full_slices(slices)
         # A smaller batch leaves more room than the plan may count on; the others wait for one of their size.
@@ -375,7 +378,7 @@ class MemoryPlanning:
         gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
         decided = dict[torch.device, Decided]()
         for home, here in by_device(slices).items():
-            before = self.devices.of(home)
+            before = self.devices.decided.get(home)
             known = () if before is None else before.seen
             steps = list(known)
             if home in seen:
@@ -433,7 +436,7 @@ class MemoryPlanning:
             # activations are there together.
             rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
         # A plan that still does is kept, without a search; those of all devices decide alike.
-        before = self.devices.of(home)
+        before = self.devices.decided.get(home)
         now = None if before is None else before.plans[0]
         try:
             profiles = [step.profiles for step in steps]
