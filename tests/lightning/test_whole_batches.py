@@ -1,7 +1,7 @@
 """What cannot be cut goes whole to the first replica, in every stage, and is then equal to one device."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -536,16 +536,21 @@ class KeepsTheGraph(Scored):
         return SecondOrder(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own about create_graph=True
-def test_gradients_with_a_graph_are_those_of_the_whole_batch() -> None:
+def check_trains_on_whole_batches(make: Callable[[], LightningModule], told: str) -> None:
+    """Two replicas tell of it with the text ``told``, and have the weights of one device."""
     loader = DataLoader(tensor(48), 16)
-    expected = KeepsTheGraph()
+    expected = make()
     make_trainer(max_epochs=2).fit(expected, loader, loader)
-    model = KeepsTheGraph()
+    model = make()
     strategy = dpx.DPXStrategy(execution="inline")
-    with pytest.warns(UserWarning, match="creates a graph of the gradients"):
+    with pytest.warns(UserWarning, match=told):
         make_trainer(max_epochs=2, strategy=strategy, devices=2).fit(model, loader, loader)
     assert_equal(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own about create_graph=True
+def test_gradients_with_a_graph_are_those_of_the_whole_batch() -> None:
+    check_trains_on_whole_batches(KeepsTheGraph, "creates a graph of the gradients")
 
 
 class Membrane(nn.Module):
@@ -577,11 +582,4 @@ class ResetByClass(Scored):
 
 
 def test_modules_that_code_finds_by_their_class_have_whole_batches() -> None:
-    loader = DataLoader(tensor(48), 16)
-    expected = ResetByClass()
-    make_trainer(max_epochs=2).fit(expected, loader, loader)
-    model = ResetByClass()
-    strategy = dpx.DPXStrategy(execution="inline")
-    with pytest.warns(UserWarning, match=r"listed in Membrane\.instances"):
-        make_trainer(max_epochs=2, strategy=strategy, devices=2).fit(model, loader, loader)
-    assert_equal(dict(model.state_dict()), dict(expected.state_dict()))
+    check_trains_on_whole_batches(ResetByClass, r"listed in Membrane\.instances")
