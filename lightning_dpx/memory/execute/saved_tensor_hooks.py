@@ -24,7 +24,6 @@ import torch
 from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.calls import Call, base_of
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue, Origin, origin_of, part_of
-from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.graph_tape import GIVEN, GraphTape, known_value, mark_output
 from lightning_dpx.memory.execute.known_values import KnownValues
 from lightning_dpx.memory.execute.module_calls import CallNames
@@ -49,6 +48,7 @@ from lightning_dpx.memory.execute.values import (
     release_use,
     same_geometry,
 )
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,
     is_functorch_wrapped_tensor,

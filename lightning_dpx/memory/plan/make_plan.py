@@ -18,6 +18,7 @@ from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
 from lightning_dpx.memory.profile.data import Profile, SavedValue
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.units import format_bytes
 
 _NEAR = 1.35  # times the extra time of the best: a plan that is said to take so much may be faster
@@ -105,10 +106,13 @@ def plan_candidates(
     chosen = make_planner(planner)
     # What fits as it is needs no search, and no plan is faster than one that drops nothing.
     shares: Mapping[str, float] = {}
-    if budget is not None and profile.peak <= budget:
-        original, found = _as_it_is(profile)
-    else:
-        shares, original, found = _with_or_without_shares(profile, budget, chosen)
+    # A search makes many objects and no cycles; one look for those, among all that a process with a
+    # large library has imported, took as long as the search of a BERT.
+    with COLLECTOR.resting():
+        if budget is not None and profile.peak <= budget:
+            original, found = _as_it_is(profile)
+        else:
+            shares, original, found = _with_or_without_shares(profile, budget, chosen)
     best_one = found[0]
     # What is proved about values says nothing about compiled code that saves less.
     is_proved = budget is not None and not shares

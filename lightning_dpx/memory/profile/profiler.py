@@ -29,7 +29,6 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
-from lightning_dpx.memory.execute.gc_pause import COLLECTOR
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast

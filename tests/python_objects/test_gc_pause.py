@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.execute.gc_pause import COLLECTOR
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
 
 
 class Watching(nn.Module):

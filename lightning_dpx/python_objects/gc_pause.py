@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage rests while a planned forward runs.
+"""Python's collector of cyclic garbage rests while a planned forward runs, and while a plan is made.
 
 Python looks for cycles whenever 700 more objects were made than freed. A forward makes several for every saved tensor,
 and all of them live until backward: so they would be looked at again and again, then be taken for long-lived, which
