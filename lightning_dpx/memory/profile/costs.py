@@ -44,12 +44,14 @@ class CostModel:
     Attributes:
         basis: What the figures rest on, if not on a step that was measured.
         kinds: Types of the tensors of the step.
+        is_sure_at_once: Whether what is timed again would take exactly as long.
         times_steps: Whether steps are timed as they are, and not by the trace.
         offloads: Whether what is planned for is a device that can leave tensors in the host's memory.
     """
 
     basis: str = ""
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
+    is_sure_at_once: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -93,18 +95,13 @@ class CostModel:
         return nullcontext()
 
     def tried(self, value: Value) -> Trial:
-        """What making ``value`` again gives and takes: the better time of two, the second by the allocator's account.
-
-        The first may fill caches, for example of what a library compiled for these shapes.
-        """
-        # Its result is gone before the next is made, so the account below finds nothing of it.
-        best = self._repeated(value)[1]
+        """What making ``value`` again gives and takes, by the allocator's account."""
         token = self._account.start()
         try:
             tensor, seconds = self._repeated(value)
         finally:
             taken = self._account.stop(token)
-        return Trial(tensor, min(best, seconds), taken.most)
+        return Trial(tensor, seconds, taken.most)
 
     def timed_replay(self, replay: Replay) -> TimedReplay:
         """Makes a call again, as backward will, and measures how long that takes."""

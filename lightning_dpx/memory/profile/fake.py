@@ -129,6 +129,8 @@ class RooflineCosts(CostModel):
         target: What is planned for.
     """
 
+    is_sure_at_once: bool = True
+
     def __init__(self, here: torch.device, target: torch.device) -> None:
         super().__init__(here)
         self.rates: Rates = rates_of(target)

@@ -28,6 +28,7 @@ from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
 _FEWEST_BYTES = SMALL  # of the tensors that calls save and that are too small for a decision of their own
+_SAMPLES = 3  # of a kind of calls in a call that was right
 _MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
 
 
@@ -136,6 +137,11 @@ class _Noted:
     most: int = 0
     again: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by storage: bytes, numbers of tensors
 
+    def take_from(self, like: "_Noted") -> None:
+        """It takes the memory that a call of its kind takes."""
+        self.most = like.most
+        self.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
+
 
 class NotedCalls:
     """Watches the calls of a step.
@@ -169,7 +175,7 @@ class NotedCalls:
         self._hold_of: dict[int, int] = {}  # by the number of the tensor
         self._holds: list[tuple[str, str, int]] = []  # name, running call, number of the noted one
         self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
-        self._tried: list[int] = []
+        self._right = set[int]()  # numbers of calls that gave the same when they were made again
         self._small: list[_Span] = []
         self._small_bytes: dict[int, int] = {}  # by the number of the tensor
         self._begun = set[int]()  # calls of whose small tensors backward has asked for one
@@ -288,20 +294,56 @@ class NotedCalls:
             if tensors > left:  # a smaller kind may still be tried
                 continue
             left -= tensors
-            alike: list[_Noted] = []
-            for number in numbers:
-                like = alike[0] if alike else None
-                if self._is_faithful(self._noted[number], meter, like):
-                    alike.append(self._noted[number])
-                    self._tried.append(number)
-            # One of them may have been hit by whatever else the machine did at that moment; equal
-            # layers are to have equal prices.
-            typical = statistics.median_low([noted.seconds for noted in alike]) if alike else 0.0
-            for noted in alike:
-                noted.seconds = typical
-        self._tried.sort()
+            self._right.update(self._right_of(numbers, meter))
         for noted in self._noted:
             noted.given = []
+
+    def _right_of(self, numbers: Sequence[int], meter: TriesReplays) -> list[int]:
+        """Those of a kind that give the same when they are made again.
+
+        Where a call round them gave the same, so did all that was called in it. Then a few of the kind tell whether
+        they may be made again by themselves, and what that takes.
+        """
+        sampled = self._sampled(numbers)
+        right = self._faithful(sampled, meter)
+        untried = sorted(set(numbers).difference(sampled))
+        if len(right) < len(sampled):
+            right += self._faithful(untried, meter)
+            untried = []
+        if not right:
+            return []
+        like = self._noted[right[0]]
+        # One of them may have been hit by whatever else the machine did at that moment; equal layers
+        # are to have equal prices.
+        typical = statistics.median_low([self._noted[number].seconds for number in right])
+        for number in untried:
+            if _is_there(self._noted[number]):
+                self._noted[number].take_from(like)
+                right.append(number)
+        for number in right:
+            self._noted[number].seconds = typical
+        return right
+
+    def _sampled(self, numbers: Sequence[int]) -> list[int]:
+        """Of calls of a kind, those that are made again to see whether they all may be."""
+        within = [number for number in numbers if self._around(self._noted[number].parent) >= 0]
+        if len(within) <= _SAMPLES:
+            return list(numbers)
+        # The first and the last are the most likely to be other than the rest.
+        left_out = set(within[1:-1])
+        left_out.discard(within[len(within) // 2])
+        return [number for number in numbers if number not in left_out]
+
+    def _faithful(self, numbers: Sequence[int], meter: TriesReplays) -> list[int]:
+        """Those of ``numbers``, of a kind, that give the same."""
+        right = list[int]()
+        like: _Noted | None = None
+        for number in numbers:
+            noted = self._noted[number]
+            if self._is_faithful(noted, meter, like):
+                right.append(number)
+                like = like or noted
+        return right
 
     def _is_faithful(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
         try:
@@ -330,14 +372,9 @@ class NotedCalls:
 
     def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
         """Makes the call again; ``like`` is one of its kind that was watched already."""
-        for argument in noted.call.arguments.tensors:
-            argument.tensor()  # refuses what was written to since; what is kept here is a copy
-        given: list[torch.Tensor] = []
-        for held in noted.given:
-            tensor = _tensor_of(held)
-            if tensor is None:
-                return False
-            given.append(tensor)
+        given = _given_to(noted)
+        if given is None:
+            return False
         sizes = [size for _, (_, size) in self._numbered(noted)]
 
         def replay() -> Replay:
@@ -350,11 +387,11 @@ class NotedCalls:
             if watched.trace.communicates:
                 return False  # in a backward the other processes would not answer
             self._watch(noted, watched)
+            # Both times: what gives other numbers every second time would be right the next.
             if not self._are_right(noted, watched.found, meter):
                 return False
         else:
-            noted.most = like.most
-            noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
+            noted.take_from(like)
         trial = meter.timed_replay(replay())
         noted.seconds = trial.seconds
         return self._are_right(noted, trial.found, meter)
@@ -388,23 +425,27 @@ class NotedCalls:
         """
         holds = []
         for at, (name, module_call, noted) in enumerate(self._holds):
-            holds.append(Hold(name, module_call, self._tried_around(noted), asked[at], ends[at]))
+            holds.append(Hold(name, module_call, self._places[self._around(noted)], asked[at], ends[at]))
         for span in self._small:
-            call = self._tried_around(span.call)
+            call = self._places[self._around(span.call)]
             if call >= 0:
                 end = self._trace.now if span.end < 0 else span.end
                 holds.append(Hold("", "", call, span.asked, end))
         return tuple(holds)
 
-    def _tried_around(self, noted: int) -> int:
-        """The place of the innermost call that can be replayed, from one on outwards; -1 without one."""
-        while noted >= 0 and noted not in self._places:
-            noted = self._noted[noted].parent
-        return self._places.get(noted, -1)
+    def _around(self, number: int) -> int:
+        """The innermost call that can be replayed, from one on outwards; -1 without one."""
+        while number >= 0 and number not in self._right:
+            number = self._noted[number].parent
+        return number
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {number: at for at, number in enumerate(self._tried)}
+        """The calls that can be replayed, and the place of each among them."""
+        places = {-1: -1}
+        for at, number in enumerate(sorted(self._right)):
+            places[number] = at
+        return places
 
     def compiled(self) -> tuple[CompiledCall, ...]:
         """The calls of compiled parts whose backward asks for something, in order."""
@@ -432,13 +473,10 @@ class NotedCalls:
             storages: The numbers of the profile's storages, by the id of their memory.
             end: Of the step.
         """
-        place = self._places
         calls = []
-        for number in self._tried:
+        for number in sorted(self._right):
             noted = self._noted[number]
-            parent = self._noted[number].parent
-            while parent >= 0 and parent not in place:
-                parent = self._noted[parent].parent
+            parent = self._around(noted.parent)
             again = []
             small = 0
             for size, numbers in noted.again.values():
@@ -461,7 +499,7 @@ class NotedCalls:
                 SavedCall(
                     noted.call.name,
                     type(noted.call.module).__qualname__,
-                    place.get(parent, -1),
+                    self._places[parent],
                     noted.begin,
                     noted.end,
                     noted.count,
@@ -475,6 +513,31 @@ class NotedCalls:
                 )
             )
         return tuple(calls)
+
+
+def _given_to(noted: _Noted) -> list[torch.Tensor] | None:
+    """The tensors that a call was given; nothing where one of them is gone.
+
+    Raises:
+        NotRecomputable: one was written to since.
+    """
+    for argument in noted.call.arguments.tensors:
+        argument.tensor()  # what is kept here is a copy, and shows no writes
+    given: list[torch.Tensor] = []
+    for held in noted.given:
+        tensor = _tensor_of(held)
+        if tensor is None:
+            return None
+        given.append(tensor)
+    return given
+
+
+def _is_there(noted: _Noted) -> bool:
+    """Whether all that a call was given is there as it was."""
+    try:
+        return _given_to(noted) is not None
+    except NotRecomputable:
+        return False
 
 
 def _allocation_of(tensor: torch.Tensor, trace: MemoryTrace) -> Allocation | None:

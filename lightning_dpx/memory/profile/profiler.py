@@ -44,6 +44,7 @@ from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.progress import at
 from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.torch_compat import disable_current_modes
 
 Run = Callable[[], torch.Tensor | None]

@@ -19,6 +19,10 @@ from lightning_dpx.memory.tracing.memory_trace import Allocation
 from lightning_dpx.progress import at
 from lightning_dpx.torch_compat import key_of
 
+_FEWEST_TIMES = 3  # of values of a kind: their median tells what all of them take
+
+_Kind = tuple[Any, ...]  # the operator, and the bytes of what it makes and of what it is given
+
 
 def try_values(
     spans: dict[Value, Allocation | None],
@@ -39,20 +43,18 @@ def try_values(
     Returns:
         The new values, with those that are not saved on the way to them.
     """
-    compact, seconds = _compressed_masks(spans, meter)
     # What was tried in an earlier backward has its number, and new values may be made from it.
     order: dict[Value, int] = dict(tried)
     new = _in_order(spans, order, len(found.values))
     trials = _Trials(order, meter)
-    trials.compact = compact
-    trials.seconds.update(seconds)
+    _compress_masks(spans, trials, meter)
     for value in new:
         trials.refused[value] = "" if value.make is not None else refused.get(value.name, "")
     _try_all(spans, trials, meter)
     _judge_calls(spans, trials.refused)
     if meter.offloads:
         _offload_refused(spans, trials, meter)
-    trials.seconds = _typical(trials.seconds, trials.sizes)
+    trials.level()
     _number_storages(spans, trials, found, meter.device)
     for value in new:  # inputs come first, which planners rely on
         why = trials.refused[value] if value in spans else ""  # on the way to others, it is made again whatever it is
@@ -83,13 +85,58 @@ class _Trials:
     def __init__(self, order: dict[Value, int], meter: CostModel) -> None:
         self.order = order
         self.seconds = dict.fromkeys(order, 0.0)
-        self.sizes = {value: _bytes_on(meter.device, value) for value in order}
+        self.sizes = {value: _bytes_on(meter.device, value.tensor) for value in order}
         self.refused: dict[Value, str] = {}
         self.memory = _Beside()
         self.compact: dict[Value, int] = {}
         self.copying: dict[Value, float] = {}
         self.offloaded: set[Value] = set()
         self.storages: dict[Value, int] = {}
+        self._kinds: dict[Value, _Kind] = {}
+        self._times: dict[_Kind, list[float]] = {}
+
+    def make(self, value: Value, meter: CostModel) -> torch.Tensor:
+        """Makes ``value`` again, and notes what that takes.
+
+        What is one of many is made once, to see that it is right: the others tell the time. A first one may fill
+        caches, for example of what a library compiled for these shapes, so it is made twice.
+        """
+        trial = meter.tried(value)
+        if value.tensor is None:  # nothing was known of it
+            self.sizes[value] = 0 if _is_view_of(value, trial.tensor) else _bytes_on(meter.device, trial.tensor)
+        kind = self._kind_of(value)
+        is_known = len(self._times.get(kind, ())) >= _FEWEST_TIMES
+        if is_known:
+            self._kinds[value] = kind
+        elif meter.is_sure_at_once:
+            self.note(value, trial.seconds)
+        else:
+            first = trial.seconds
+            del trial  # or the account would find it beside the next one
+            trial = meter.tried(value)
+            self.note(value, min(first, trial.seconds))
+        self.memory.beside[value] = max(0, trial.most - self.sizes[value])
+        return trial.tensor
+
+    def note(self, value: Value, seconds: float) -> None:
+        """``value`` takes so long."""
+        kind = self._kind_of(value)
+        self._kinds[value] = kind
+        self._times.setdefault(kind, []).append(seconds)
+
+    def _kind_of(self, value: Value) -> "_Kind":
+        given = [self.sizes[source] for source in value.sources]
+        return (value.operator, self.sizes[value], *given)
+
+    def level(self) -> None:
+        """Gives all values that the same operator makes from as many bytes the median of their times.
+
+        One of them may have been hit by whatever else the machine did at that moment, and a plan for twenty equal
+        layers should not depend on it.
+        """
+        medians = {kind: statistics.median(times) for kind, times in self._times.items()}
+        for value, kind in self._kinds.items():
+            self.seconds[value] = medians[kind]
 
     def saved_value(self, value: Value, refused: str, saved: int) -> SavedValue:
         """``value`` for planners; ``saved`` is the event before which it was."""
@@ -118,12 +165,8 @@ class _Trials:
         )
 
 
-def _compressed_masks(
-    found: dict[Value, Allocation | None], meter: CostModel
-) -> tuple[dict[Value, int], dict[Value, float]]:
-    """Bytes and seconds of the masks among ``found``, compressed."""
-    compact = dict[Value, int]()
-    seconds = dict[Value, float]()
+def _compress_masks(found: dict[Value, Allocation | None], trials: "_Trials", meter: CostModel) -> None:
+    """Notes the bytes and seconds of the masks among ``found``, compressed."""
     for value, span in found.items():
         # What an operator made can be repeated; of a mask nothing in the graph tells who drew it.
         if value.operator or span is None:
@@ -131,11 +174,11 @@ def _compressed_masks(
         known = meter.compressed(value, span)
         if known is None:
             continue
-        compact[value], seconds[value] = known
+        trials.compact[value], seconds = known
+        trials.note(value, seconds)
         if value.make is select_output:  # masks are small in another way than by making their call again
             value.inputs[0].make.forgo(value.inputs[1])
             forget_recipe(value)
-    return compact, seconds
 
 
 def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
@@ -148,7 +191,7 @@ def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: Cost
             continue
         try:
             # Also what is elsewhere or was there before: others may be made from it.
-            refused[value] = _try(value, meter, trials.seconds, trials.sizes, trials.memory)
+            refused[value] = _try(value, trials, meter)
         except torch.OutOfMemoryError:
             raise  # fewer rows may do, and the caller knows how to get them
         except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
@@ -200,24 +243,6 @@ def _judge_calls(found: Collection[Value], refused: dict[Value, str]) -> None:
             refused[value] = ""
 
 
-def _typical(seconds: dict[Value, float], sizes: dict[Value, int]) -> dict[Value, float]:
-    """The median time of all values that the same operator makes from as many bytes: one of them may have been hit by
-    whatever else the machine did at that moment, and a plan for twenty equal layers should not depend on it."""
-    alike: dict[tuple[Any, ...], list[float]] = {}
-    kinds: dict[Value, tuple[Any, ...]] = {}
-    for value, spent in seconds.items():
-        given = [sizes[source] for source in value.sources]
-        kinds[value] = (value.operator, sizes[value], *given)
-        # What was not tried has no time, and would pull the median of its kind to nothing.
-        if spent:
-            alike.setdefault(kinds[value], []).append(spent)
-    medians = {kind: statistics.median(spent) for kind, spent in alike.items()}
-    typical: dict[Value, float] = {}
-    for value, spent in seconds.items():
-        typical[value] = medians[kinds[value]] if spent else spent
-    return typical
-
-
 def _in_order(found: Iterable[Value], order: dict[Value, int], first: int) -> list[Value]:
     """Numbers ``found`` and what they are computed from, but for what is in ``order`` already; inputs first."""
     new: list[Value] = []
@@ -263,7 +288,7 @@ class _Beside:
         return course.gone.get(value.inputs[1], len(course.stretches))
 
 
-def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dict[Value, int], memory: _Beside) -> str:
+def _try(value: Value, trials: _Trials, meter: CostModel) -> str:
     """Repeats the operator of ``value``, and unsaved ones on the way; says what is wrong with the result."""
     # A profile keeps what is saved, so only what is on the way to it is missing: each is made
     # once, and goes when all that is made from it has been tried.
@@ -282,14 +307,11 @@ def _try(value: Value, meter: CostModel, seconds: dict[Value, float], sizes: dic
                 argument.tensor()  # refuses what was written to since; what is kept here is a copy
             # The call runs once more to be watched, because what it takes depends on what is
             # wanted of it.
-            memory.courses[top] = _course_of(top, meter)
-        top.tensor, seconds[top], most = meter.tried(top)
-        sizes[top] = 0 if _is_view_of(top) else _bytes_on(meter.device, top)
-        memory.beside[top] = max(0, most - sizes[top])
+            trials.memory.courses[top] = _course_of(top, meter)
+        top.tensor = trials.make(top, meter)
         stack.pop()
         used(top)
-    again, seconds[value], most = meter.tried(value)
-    memory.beside[value] = max(0, most - sizes[value])
+    again = trials.make(value, meter)
     used(value)
     original = value.held()  # the profile keeps everything
     operator = value.operator or "the call that saves it"
@@ -309,10 +331,10 @@ def _course_of(call: Value, meter: CostModel) -> CallCourse:
         raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
 
 
-def _bytes_on(device: torch.device, value: Value) -> int:
-    """What the tensor of ``value`` takes there: nothing if it is on another device, as in parts that are shifted."""
-    if value.tensor is not None and value.tensor.device == device:
-        return value.tensor.nbytes
+def _bytes_on(device: torch.device, tensor: torch.Tensor | None) -> int:
+    """What ``tensor`` takes there: nothing if it is on another device, as in parts that are shifted."""
+    if tensor is not None and tensor.device == device:
+        return tensor.nbytes
     return 0
 
 
@@ -343,13 +365,14 @@ def _is_scratch(value: Value) -> bool:
     )
 
 
-def _is_view_of(value: Value) -> bool:
-    """Whether ``value`` lies in the memory of what it is made from, and takes none of its own."""
+def _is_view_of(value: Value, tensor: torch.Tensor) -> bool:
+    """Whether ``value``, made again as ``tensor``, lies in the memory of what it is made from, and takes none of its
+    own."""
     if isinstance(value.make, Replay):
         return False
-    address = key_of(value.held().untyped_storage())
+    address = key_of(tensor.untyped_storage())
     given: list[Any] = [source.tensor for source in value.sources]
     for entry in value.inputs:
         given.append(entry.tensor if isinstance(entry, Unnamed) else entry)
-    tensors = [entry for entry in given if isinstance(entry, torch.Tensor)]
-    return any(key_of(tensor.untyped_storage()) == address for tensor in tensors)
+    others = [entry for entry in given if isinstance(entry, torch.Tensor)]
+    return any(key_of(other.untyped_storage()) == address for other in others)
