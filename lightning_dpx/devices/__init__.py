@@ -34,9 +34,11 @@ from lightning_dpx.devices.memory import (
     allocated_and_peak,
     capacity_of,
     free_bytes,
+    free_garbage,
     reset_peak_memory,
 )
 from lightning_dpx.devices.offload import OffloadedTensor
+from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
 from lightning_dpx.devices.timing import Stopwatch
 
 __all__ = [
@@ -55,16 +57,19 @@ __all__ = [
     "device_context",
     "distinct_devices",
     "free_bytes",
+    "free_garbage",
     "has_nccl",
     "host_random_digest",
     "host_random_state",
     "is_host",
+    "is_out_of_memory",
     "linked_groups",
     "moved",
     "named_devices",
     "num_direct_links",
     "num_usable_cpus",
     "present_devices",
+    "raises_out_of_memory",
     "reset_peak_memory",
     "seed_apart",
     "spare_devices",

@@ -1,5 +1,7 @@
 """What a device holds, and how much more it can."""
 
+import ctypes
+import gc
 import os
 import sys
 from typing import NamedTuple
@@ -122,3 +124,17 @@ def reset_peak_memory(device: torch.device) -> None:
         _host_peak = 0
     else:
         torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def free_garbage() -> None:
+    """Frees what objects hold that only refer to each other, and gives the host's part of it back to the system.
+
+    Its allocator keeps what was freed in pieces that larger tensors cannot use: 380 of 450 MiB after a profile on a
+    quarter of the rows. Those of accelerators give theirs back by themselves before they are out of memory.
+    """
+    gc.collect()
+    if sys.platform == "linux":
+        # Only glibc has it.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

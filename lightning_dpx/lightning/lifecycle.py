@@ -16,8 +16,7 @@ import signal
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import BudgetError, CollectiveError
 from lightning_dpx.lightning.leftovers import begin_unshifted, leave, take_over
 from lightning_dpx.lightning.lightning_api import SIGTERMException, pl
@@ -154,7 +153,7 @@ class Lifecycle:
             error.code = 128 + signal.SIGTERM
             if self._strategy.stopping.reason:
                 error.add_note(self._strategy.stopping.reason)
-        if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, BudgetError):
+        if is_out_of_memory(error) and not isinstance(error, BudgetError):
             error.add_note(self._strategy.planning.advice())
         if not self._strategy.ranks.is_connected:
             return

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.manual.manual import ManualOptimization
@@ -270,7 +271,7 @@ class TrainingFlow:
 
     def _discard(self, error: BaseException) -> None:
         """After an error in the step: of its gradients none stay; those of earlier batches do, as on one device."""
-        is_partial = isinstance(error, CollectiveError | torch.OutOfMemoryError)  # some replicas have added theirs
+        is_partial = isinstance(error, CollectiveError) or is_out_of_memory(error)  # some replicas have added theirs
         if isinstance(error, Exception) and not is_partial:
             self._session.step.keep_earlier_batches()
         else:

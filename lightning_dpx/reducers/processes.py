@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from lightning_dpx.devices import canonical_device, synchronize, wire_device
+from lightning_dpx.devices import canonical_device, is_out_of_memory, synchronize, wire_device
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_like
@@ -273,10 +273,10 @@ def between_processes(what: str, call: Callable[[], Result]) -> Result:
     """
     try:
         return call()
-    except torch.OutOfMemoryError:
-        # A RuntimeError like those of lost processes, but nothing of theirs.
-        raise  # its own story, and others know it by its type
     except RuntimeError as error:
+        # Like those of lost processes, but nothing of theirs.
+        if is_out_of_memory(error):
+            raise
         raise CollectiveError(f"{describe_loss(what)} ({error})") from error
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
-from lightning_dpx.devices import allocated_and_peak, capacity_of
+from lightning_dpx.devices import allocated_and_peak, capacity_of, is_out_of_memory
 from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import MIB, format_mib
 
@@ -26,7 +26,7 @@ def annotate(error: BaseException, module: nn.Module, device: torch.device, firs
             f"After such an error {device} is lost to this process, and so is what it held: nothing was saved from it. "
             "Start a new process and resume from the last checkpoint file."
         )
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         held, peak = allocated_and_peak(device)
         total = capacity_of(device).total
         limit = f" of {total / MIB:.1f}" if total else ""

@@ -1,12 +1,12 @@
 """What happens when memory runs out in a training step: the error says what would help, or the step is repeated."""
 
-import gc
 import traceback
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import torch
 
+from lightning_dpx.devices import free_garbage, raises_out_of_memory
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.python_objects.preserve import GeneratorStates
@@ -51,7 +51,7 @@ class OutOfMemory:
         """
         while True:
             try:
-                return run()
+                return raises_out_of_memory(run)()
             # A BudgetError is an out-of-memory error as well, but of a plan and not of a
             # device: no repetition helps.
             except BudgetError:
@@ -65,7 +65,7 @@ class OutOfMemory:
                 # tensors of the failed step.
                 what = str(error).splitlines()[0]
             # Graphs and modules refer to each other in circles, and what they hold is needed now.
-            gc.collect()
+            free_garbage()
             self._left -= 1
             plan = tighten()
             rank_zero_warn(

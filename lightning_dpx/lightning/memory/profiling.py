@@ -1,6 +1,5 @@
 """A training step of one replica, profiled on a stand-in before it happens."""
 
-import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.lightning_api import (
@@ -132,7 +132,7 @@ def _profile_slice(
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
     finally:
-        gc.collect()  # a stand-in and its gradients refer to each other in circles
+        free_garbage()  # a stand-in and its gradients refer to each other in circles
     # A line needs two profiles, on two rows at the least: batch norm does not train on one.
     if batch_slice.num_rows < _FEWEST_ROWS:
         raise PlanError(
@@ -160,7 +160,7 @@ def _profile_slice(
         else:
             return extrapolate(few, more, rows, batch_slice.num_rows)
         finally:
-            gc.collect()
+            free_garbage()
     raise PlanError(
         f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
         "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with "

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.devices import raises_out_of_memory
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
@@ -44,6 +45,7 @@ class SlicedRun:
         # A copy: what a rehearsal learns counts only once it ends well.
         self.metric_rules: Any = copy.deepcopy(step.session.metrics.rules_by_path())
 
+    @raises_out_of_memory
     def observe(
         self,
         sizes: tuple[int, ...],

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.devices import raises_out_of_memory
 from lightning_dpx.lightning.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
@@ -39,6 +40,7 @@ class WholeRun:
         self._step = step
         self._rows = rows
 
+    @raises_out_of_memory
     def observe(
         self,
         num_rows: int,

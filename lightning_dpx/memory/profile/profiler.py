@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.devices import synchronize
+from lightning_dpx.devices import raises_out_of_memory, synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
@@ -58,6 +58,7 @@ class _Every:
         return True
 
 
+@raises_out_of_memory
 def profile_step(
     module: nn.Module,
     run: Run,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.devices import is_out_of_memory, raises_out_of_memory
 from lightning_dpx.memory.execute.calls import Replay, select_output
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Unnamed, Value, forget_recipe, used
@@ -192,9 +193,9 @@ def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: Cost
         try:
             # Also what is elsewhere or was there before: others may be made from it.
             refused[value] = _try(value, trials, meter)
-        except torch.OutOfMemoryError:
-            raise  # fewer rows may do, and the caller knows how to get them
-        except Exception as error:  # noqa: BLE001  a call of a module runs whatever its author wrote
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # fewer rows may do, and the caller knows how to get them
             refused[value] = f"{value.operator} failed when repeated: {error}"
 
 
@@ -325,7 +326,7 @@ def _try(value: Value, trials: _Trials, meter: CostModel) -> str:
 def _course_of(call: Value, meter: CostModel) -> CallCourse:
     """What ``call`` takes; without room to find out, it counts as one that cannot be made again."""
     try:
-        return meter.course_of(call)
+        return raises_out_of_memory(meter.course_of)(call)
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
