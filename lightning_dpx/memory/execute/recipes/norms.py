@@ -1,42 +1,94 @@
 """Recipes of normalisations."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable, aten, recipe, signed
 
 
-@recipe("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
+@recipe("NativeBatchNormBackward0")
 def _batch_norm(node: Any) -> Any:
-    """Scales and shifts with the statistics of then: nothing is reduced, and no running statistic is updated again.
+    return _of_batch_norm(node, aten.native_batch_norm.default, ("result1", "result2"), "eps")
 
-    The operator's own inference path does that, with a variance of one and the saved inverse deviation in the weight;
-    on the host it then rounds exactly as it did in training.
+
+@recipe("CudnnBatchNormBackward0")
+def _batch_norm_of_cudnn(node: Any) -> Any:
+    names = ("result1", "result2") if node.saves("result1") else ("save_mean", "save_var")
+    return _of_batch_norm(node, aten.cudnn_batch_norm.default, names, "epsilon")
+
+
+@recipe("MiopenBatchNormBackward0")
+def _batch_norm_of_miopen(node: Any) -> Any:
+    names = ("result1", "result2") if node.saves("result1") else ("save_mean", "save_var")
+    return _of_batch_norm(node, aten.miopen_batch_norm.default, names, "epsilon")
+
+
+def _of_batch_norm(node: Any, operator: Any, names: tuple[str, str], name_of_eps: str) -> Any:
+    """Calls ``operator`` again, with the statistics of then where that rounds the same.
+
+    No running statistic is updated again.
     """
     if node.output:
         raise NotRecomputable("only the first output of batch norm is computed again")
-    names = ("result1", "result2") if node.saves("result1") else ("save_mean", "save_var")
     affine = _affine(node)
+    eps = getattr(node, name_of_eps)
     if getattr(node, "training", True):
 
         def scale(x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
-            # The weight takes the inverse deviation in, so there must be one.
-            weight, bias = affine if affine else (torch.ones_like(inverse), torch.zeros_like(inverse))
-            one = torch.ones_like(inverse)
-            return torch.native_batch_norm(x, inverse * weight, bias, mean, one, False, 0.0, 0.0)[0]
+            if _is_folded(x, inverse, affine):
+                return _folded(x, mean, inverse, affine)
+            weight, bias = affine if affine else (None, None)
+            # Without running statistics: those of this batch are in them already.
+            normal: torch.Tensor = operator(x, weight, bias, None, None, True, 0.0, eps)[0]
+            return normal
 
         return scale, [node.saved("input", edge=0), node.saved(names[0]), node.saved(names[1]), *affine]
-    # The nodes of cuDNN's and MIOpen's operators spell it out.
-    eps = node.eps if hasattr(node, "eps") else node.epsilon
 
     def infer(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         weight, bias = affine if affine else (None, None)
-        return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+        normal: torch.Tensor = operator(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+        return normal
 
     # A call in training mode in between writes into the running statistics, without counting up their version.
     mean, variance = node.copies("running_mean", "running_var")
     return infer, [node.saved("input", edge=0), mean, variance, *affine]
+
+
+def _is_folded(x: torch.Tensor, inverse: torch.Tensor, affine: Sequence[torch.Tensor]) -> bool:
+    """Whether batch norm in training multiplies the weight by the inverse deviation before it scales with both.
+
+    So the host does with dense inputs. Elsewhere, and with strides, it scales with one after the other, which rounds
+    differently for weights that are not ones: a profile of a new model would not show it.
+    """
+    if not is_host(x.device):
+        return False
+    if not affine:
+        return True
+    # With statistics of half precision it multiplies in single precision, and they do not show that.
+    if inverse.dtype not in (torch.float32, torch.float64):
+        return False
+    orders = [torch.contiguous_format]
+    if x.ndim == _DIMS_OF_IMAGES:
+        orders.append(torch.channels_last)
+    if x.ndim == _DIMS_OF_VOLUMES:
+        orders.append(torch.channels_last_3d)
+    if not any(x.is_contiguous(memory_format=order) for order in orders):
+        return False
+    return all(one.is_contiguous() for one in affine)
+
+
+def _folded(x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, affine: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Batch norm from statistics that are known, so that nothing is reduced.
+
+    Its own inference path does that, with a variance of one and the inverse deviation in the weight.
+    """
+    # The weight takes the inverse deviation in, so there must be one.
+    weight, bias = affine if affine else (torch.ones_like(inverse), torch.zeros_like(inverse))
+    one = torch.ones_like(inverse)
+    return torch.native_batch_norm(x, inverse * weight, bias, mean, one, False, 0.0, 0.0)[0]
 
 
 @recipe("NativeGroupNormBackward0")
@@ -111,4 +163,6 @@ def _weight_norm(node: Any) -> Any:
     return (lambda v, g: aten._weight_norm_interface.default(v, g, dim)[output]), inputs
 
 
+_DIMS_OF_IMAGES = 4
+_DIMS_OF_VOLUMES = 5
 _DEFAULT_EPS = 1e-5  # of F.layer_norm and torch.layer_norm, where none is given
