@@ -34,6 +34,34 @@ _MOST_UNSAVED = 64  # operators in a row that save nothing; a longer chain would
 _WORTH_A_CALL = 16  # arguments of a call may be so many times larger: the statistics of a norm are not worth it
 
 
+class ReachedValues:
+    """Values that others are made from, found along the graph: a later step has to give them their names as well.
+
+    Values may be gone before the step is over, with all that was made from them, and get their names late.
+    """
+
+    def __init__(self) -> None:
+        self._names = set[str]()
+        self._unnamed = weakref.WeakSet[Value]()
+
+    def add(self, value: Value) -> None:
+        """One was found."""
+        if value.name:
+            self._names.add(value.name)
+        else:
+            self._unnamed.add(value)
+
+    def named(self, value: Value) -> None:
+        """A value has its name now, whether it was found or not."""
+        if value in self._unnamed:
+            self._names.add(value.name)
+
+    @property
+    def names(self) -> set[str]:
+        """Of those found that have one."""
+        return set(self._names)
+
+
 class GraphTape:
     """Finds how values are made again.
 
@@ -50,7 +78,7 @@ class GraphTape:
     def __init__(self, names: CallNames) -> None:
         self.names = names
         self.refused: dict[str, str] = {}
-        self.reached: list[weakref.ref[Value]] | None = None
+        self.reached: ReachedValues | None = None
         self.wants_operands: bool = True
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -66,6 +94,7 @@ class GraphTape:
         except NotRecomputable as error:
             self.refused[value.name] = str(error)
             return False
+        self.refused.pop(value.name, None)  # an earlier step may have been another one
         for source in value.sources:
             source.want()
         return True
@@ -154,7 +183,7 @@ class GraphTape:
         value = known_value(node, output)
         if value is not None:
             if self.reached is not None:
-                self.reached.append(weakref.ref(value))
+                self.reached.add(value)
             return value
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
@@ -176,7 +205,7 @@ class GraphTape:
         # Weakly: what nothing is made from goes as soon as it has been looked at.
         mark_output(node, output, value)
         if self.reached is not None:
-            self.reached.append(weakref.ref(value))
+            self.reached.add(value)
         return value
 
     def constant(self, node: Any, index: int, most: int) -> Any:
@@ -317,7 +346,7 @@ class Node:
                 # The node's own saved tensor would be found in later steps as well. Where it has
                 # none, this value has to be named in each of them: the routine is told of it.
                 if self._owner.reached is not None and self._owner.read_saved(self._node, name) is None:
-                    self._owner.reached.append(weakref.ref(known))
+                    self._owner.reached.add(known)
                 return known  # saved, so it may not have been written to
         saved = self._owner.read_saved(self._node, name)
         if saved is not None:

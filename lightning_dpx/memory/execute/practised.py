@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.calls import repeating
+from lightning_dpx.memory.execute.graph_tape import ReachedValues
 from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
@@ -131,7 +132,7 @@ class Practised(Rematerialisation):
         try:
             if isinstance(forward, FollowedForward):
                 self.names.watch(forward.enter)
-                self.reached = []
+                self.reached = ReachedValues()
             with STEP_ASIDE.standing_in(), operands:
                 try:
                     forward.start()
@@ -181,16 +182,14 @@ class Practised(Rematerialisation):
 
     def _learn(self, forward: FollowedForward) -> None:
         wanted = forward.dropped | self._unmet(forward)
-        for reference in self.reached or ():
-            value = reference()
-            if value is not None and value.name:
-                wanted.add(value.name)
+        if self.reached is not None:
+            wanted |= self.reached.names
         self.reached = None
         routine = make_routine(forward.events, forward.calls, wanted, self._containers, forward.unpacked)
         routine = replace(routine, unseen=routine.unseen | self._uncalled(forward))
         with self._guard:
             # What was refused in a forward that was followed is no news in a routine.
-            self._refused_before |= self.refused.keys()
+            self._refused_before = set(self.refused)
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
                 self._patience.spend()

@@ -240,6 +240,8 @@ class Rematerialisation(GraphTape):
         if value is None:
             value = earlier or Value("", "")  # others may be computed from it already, though it is only now saved
             value.name = self.names.next_name()
+            if self.reached is not None:
+                self.reached.named(value)
             value.identity = identity
             value.dropped = False
             self.known.add(identity, value)
