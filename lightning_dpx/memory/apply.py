@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -467,6 +468,8 @@ class AppliedPlan:
                 module.register_forward_pre_hook(root, prepend=True, with_kwargs=True),
                 module.register_forward_hook(root.leave, always_call=True),
             ]
+            if _is_called_otherwise(module):
+                self._handles.append(_FollowingForward(module))
 
     @property
     def _has_nothing_to_do(self) -> bool:
@@ -663,6 +666,43 @@ class _RootHooks(CopiedEmpty):
     def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._applied is not None:
             self._applied.leave(output)
+
+
+def _is_called_otherwise(module: nn.Module) -> bool:
+    """Whether a call of ``module`` may run no hooks, as that of gpytorch's modules: their class has its own."""
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return False
+    return type(module).__call__ is not nn.Module.__call__
+
+
+class _FollowingForward:
+    """Has the forward of a module follow its plan, until it is removed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # A method, as copies of the module get it bound to themselves.
+        module.forward = MethodType(_forward_by_plan, module)
+
+    def remove(self) -> None:
+        """The forward is that of the class again."""
+        module = self._module()
+        if module is not None:
+            vars(module).pop("forward", None)
+
+
+def _forward_by_plan(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of ``module``, which follows its plan; of a copy without one, its forward."""
+    applied = _APPLIED.get(module)
+    forward = type(module).forward
+    if applied is None:
+        return forward(module, *args, **kwargs)
+    output = None
+    applied.enter((args, kwargs))
+    try:
+        output = forward(module, *args, **kwargs)
+    finally:
+        applied.leave(output)
+    return output
 
 
 def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> AppliedPlan:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
 from tests.conftest import SIMULATED
 
 
@@ -175,3 +176,41 @@ def test_a_call_in_a_region_is_not_replayed_as_well() -> None:
     expected = trained(plain, lambda: plain(x))
     dpx.apply_plan(model, plan)
     assert all(map(torch.equal, trained(model, lambda: model(x)), expected))
+
+
+class OwnCall(nn.Module):
+    """Is called in a way of its own, without hooks, as modules of gpytorch are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return torch.tanh(self.body(x)) * scale
+
+
+def test_a_module_that_is_called_without_hooks_follows_its_plan() -> None:
+    torch.manual_seed(0)
+    module, x = OwnCall(), torch.randn(256, 64)
+    plain = copy.deepcopy(module)
+    plan = dpx.search_plan(module, x, budget=0.5)
+    applied = dpx.apply_plan(module, plan)
+    duplicate = copy.deepcopy(module)
+    peak = peak_of_passing(lambda: module(x, scale=2.0).pow(2).mean().backward())
+    assert peak <= 0.55 * (plan.unplanned_peak or 0)
+    plain(x, scale=2.0).pow(2).mean().backward()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert not applied.not_found
+    # A copy runs itself, and follows no plan.
+    with torch.no_grad():
+        duplicate.body[0][0].bias.add_(1.0)
+    assert not torch.equal(duplicate(x), plain(x))
+    dpx.remove_plan(module)
+    assert "forward" not in vars(module)
+    assert torch.equal(module(x), plain(x))
