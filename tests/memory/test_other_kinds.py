@@ -157,3 +157,31 @@ def test_a_dry_plan_for_the_host_knows_what_kernels_take_and_how_results_lie() -
     assert dry.basis.startswith("from fake tensors for cpu: times by FLOPs and bytes, what operators take inside tried")
     smaller = plan_profile(module, dry, int(0.7 * real.peak))
     assert smaller.peak == pytest.approx(forecast_plan(real, smaller).peak, rel=1e-3)
+
+
+class Spectral(nn.Module):
+    """Complex weights that are kept as real pairs, some of them frozen, as those of state space models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(64, 64, 2)) for _ in range(4))
+        self.frozen = nn.ParameterList(nn.Parameter(torch.randn(64, 64, 2), requires_grad=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, frozen in zip(self.scales, self.frozen, strict=True):
+            waves = torch.fft.fft(x) * torch.view_as_complex(scale)[None]
+            x = torch.tanh(torch.fft.ifft(waves * torch.view_as_complex(frozen)[None]).abs()) + x
+        return x
+
+
+def test_complex_views_of_parameters_are_no_values_of_a_step() -> None:
+    """They would shift the names of all that comes after them."""
+    torch.manual_seed(0)
+    module, x = Spectral(), torch.randn(16, 64, 64)
+    plain = copy.deepcopy(module)
+    plan = dpx.search_plan(module, x, budget=0.6)
+    applied = dpx.apply_plan(module, plan)
+    for _ in range(2):
+        assert measured(module, x) <= 1.002 * 0.6 * (plan.unplanned_peak or 0)
+    assert not applied.not_found
+    assert all(map(torch.equal, train(module, x), train(plain, x)))

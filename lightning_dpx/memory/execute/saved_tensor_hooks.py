@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.calls import Call, base_of
@@ -55,6 +56,7 @@ from lightning_dpx.torch_compat import (
     key_of,
     tree_leaves,
     version_counter,
+    view_base,
 )
 
 Pack = Callable[[torch.Tensor], Any]
@@ -207,9 +209,10 @@ class Rematerialisation(GraphTape):
             return Unnamed(tensor, version_counter(tensor))  # it lives anyway, or is not worth the bookkeeping
         origin = self._origins.get(id(tensor)) if self._origins else None
         base = base_of(tensor) if origin is None else origin.base
-        # The memory of a view of a parameter stays, whatever a plan does.
-        if origin is None and base is not tensor and base.is_leaf and base.requires_grad:
-            return Unnamed(tensor, version_counter(tensor))
+        # The memory of a view of a parameter stays, whatever a plan does. One of complex numbers is
+        # seen as another tensor than its real parts.
+        if origin is None and (seen := view_base(tensor)) is not None and _is_parameter(seen):
+            return Unnamed(tensor if seen.requires_grad else tensor.detach(), version_counter(tensor))
         if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
             return Unnamed(tensor.detach(), version_counter(tensor))
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
@@ -336,6 +339,10 @@ class Rematerialisation(GraphTape):
             tensor: torch.Tensor = base if saved is value else saved.read()
             release_use(value)
         return tensor
+
+
+def _is_parameter(base: torch.Tensor) -> bool:
+    return base.is_leaf and (base.requires_grad or isinstance(base, nn.Parameter))
 
 
 def _storages_in(inputs: Any) -> set[Any]:
