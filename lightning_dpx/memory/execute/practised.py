@@ -24,6 +24,7 @@ from lightning_dpx.torch_compat import (
 )
 
 _MOST_PATIENCE = 1024  # forwards
+_MOST_UNTIL_ALL_IS_MET = 16  # forwards; some of a plan may be of no step at all
 _LOOKED_AT_AGAIN = 16  # the first forward that is followed call by call again; then the 32nd, the 64th, ...
 
 
@@ -32,13 +33,15 @@ class _Patience:
 
     Args:
         watched: The first ones, and as many again after one that did not follow the routine.
+        planned: The names of values that the plan drops, which are to be seen first.
 
     Attributes:
         num_losses: Forwards so far that did not follow the routine that they began with.
     """
 
-    def __init__(self, watched: int) -> None:
+    def __init__(self, watched: int, planned: Collection[str]) -> None:
         self.num_losses: int = 0
+        self._unmet = set(planned)
         self._watched = watched
         self._left = watched
         self._num_forwards = 0
@@ -53,9 +56,13 @@ class _Patience:
             self._left = max(self._left, 1)
         return self._left > 0
 
-    def spend(self) -> None:
-        """A forward was followed, and may be relied on."""
-        self._left -= 1
+    def spend(self, met: Collection[str]) -> None:
+        """A forward was followed, and may be relied on; it has saved the values of the names ``met``."""
+        self._unmet -= set(met)
+        # Steps that leave out parts of it, as with random layers, have to show all of it first: the
+        # first call of a part that was never seen loses the routine, with all that comes after it.
+        if not self._unmet or self._num_forwards >= _MOST_UNTIL_ALL_IS_MET:
+            self._left -= 1
 
     def begin_anew(self) -> None:
         """The next forwards are followed as the first ones were."""
@@ -99,7 +106,7 @@ class Practised(Rematerialisation):
         self._current = threading.local()
         self._learnt: Routine | None = None
         self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
-        self._patience = _Patience(watched)
+        self._patience = _Patience(watched, self.actions.dropped)
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         # Several threads may run forwards of the module at the same time.
         self._guard = threading.Lock()
@@ -192,7 +199,7 @@ class Practised(Rematerialisation):
             self._refused_before = set(self.refused)
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
-                self._patience.spend()
+                self._patience.spend({event.name for event in forward.events if isinstance(event, Saved)})
 
     def _uncalled(self, forward: FollowedForward) -> set[Entered]:
         """First calls of modules that this forward has not called: nothing is known of what is saved in them."""
