@@ -185,3 +185,46 @@ def test_complex_views_of_parameters_are_no_values_of_a_step() -> None:
         assert measured(module, x) <= 1.002 * 0.6 * (plan.unplanned_peak or 0)
     assert not applied.not_found
     assert all(map(torch.equal, train(module, x), train(plain, x)))
+
+
+class Remembering(nn.Module):
+    """Goes over a sequence by segments, beside the end of the one before, which has no gradients."""
+
+    def __init__(self, *, changes: bool = False) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.zeros(len(x), 4, 64)
+        total = torch.zeros(())
+        for segment in x.chunk(6, 1):
+            hidden = self.into(segment)
+            hidden = hidden + hidden.tanh()
+            total = total + self.out(torch.cat([memory, hidden], 1)).cos().sum()
+            if self.changes:
+                memory.zero_()
+            memory = hidden.detach()[:, -4:]
+        return total
+
+
+def test_operands_outside_of_the_graph_go_in_a_profile_when_they_go_in_a_step() -> None:
+    torch.manual_seed(0)
+    module, x = Remembering(), torch.randn(8, 96, 64)
+    profile = profile_module(module, x)
+    assert profile.peak == measured(module, x)
+    plan = plan_profile(module, profile, None)
+    assert any(d.operator == "CatBackward0" for d in plan.decisions if d.action.startswith("recompute"))
+    applied = dpx.apply_plan(module, plan)
+    assert measured(module, x) == pytest.approx(plan.peak, rel=0.002)
+    assert not applied.not_found
+
+
+def test_operands_outside_of_the_graph_that_are_written_to_are_not_relied_on() -> None:
+    torch.manual_seed(0)
+    module, x = Remembering(changes=True), torch.randn(8, 96, 64)
+    plain = copy.deepcopy(module)
+    plan = dpx.search_plan(module, x, planner=DropsEverything())
+    assert not any(d.operator == "CatBackward0" for d in plan.decisions if d.action.startswith("recompute"))
+    dpx.apply_plan(module, plan)
+    assert all(map(torch.equal, train(module, x), train(plain, x)))

@@ -11,7 +11,7 @@ from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
-from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, identity_of
+from lightning_dpx.memory.execute.values import Unnamed, Value, View, counter_of, forget_recipe, identity_of
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall
@@ -22,6 +22,7 @@ from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
 
 _IN_CODE = "compiled code saves it, too"
+_WRITTEN = -1  # no tensor has this version
 
 
 class _Held:
@@ -67,6 +68,8 @@ class ProfilingHooks(Rematerialisation):
         self._new: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()
         self._tried: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # their numbers
         self._untried: list[tuple[int, weakref.ref[Value]]] = []  # of what autograd holds
+        # Of constants that are kept apart: what counts the writes to them, and how many there were.
+        self._copied: weakref.WeakKeyDictionary[Value, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()
         self._holders: dict[str, int] = {}  # how often autograd holds a value
 
     def _saved_as(self, tensor: torch.Tensor) -> Value | None:
@@ -124,9 +127,28 @@ class ProfilingHooks(Rematerialisation):
         return False
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
-        value = super().keep_constant(tensor)
-        self._new[value] = self._trace.allocation_of(tensor.untyped_storage())  # what is made from it keeps it
+        span = self._trace.allocation_of(tensor.untyped_storage())
+        if span is not None and type(tensor) is torch.Tensor and _is_whole(tensor):
+            value = self._kept_apart(tensor)
+        else:
+            value = super().keep_constant(tensor)
+        # As long as a plan makes something from it, it stays: the forecast counts that.
+        self._new[value] = span
         return value
+
+    def _kept_apart(self, tensor: torch.Tensor) -> Value:
+        """The value of a copy that is not counted, so that the tensor itself goes when it would go without a plan."""
+        # Outside of the trace, which would count the copy as memory of the step.
+        with disable_current_modes(), torch.no_grad():
+            value = super().keep_constant(copy_as_it_lies(tensor))
+            self._copied[value] = counter_of(tensor), version_counter(tensor)
+        return value
+
+    def _refuse_written(self) -> None:
+        """What was written to after it was copied is another tensor: a step would find that, and refuse to use it."""
+        for value, (counter, version) in self._copied.items():
+            if version_counter(counter) != version:
+                value.version = _WRITTEN
 
     def keep_argument(self, argument: Argument, tensor: torch.Tensor) -> Value:
         """A copy of it that is not counted, so that the tensor itself goes when it would go without a plan."""
@@ -203,6 +225,7 @@ class ProfilingHooks(Rematerialisation):
         if not self._untried:
             return
         self._holders.clear()
+        self._refuse_written()
         synchronize(self._meter.device)
         try:
             with disable_current_modes(), self._meter.trying():
@@ -227,6 +250,11 @@ class ProfilingHooks(Rematerialisation):
         asked, ends = self.log.held(end)
         calls = self.calls.calls(ends, self.found.storages, end)
         return calls, self.calls.holds(asked, ends) if calls else ()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it has its memory for itself, so that each view of it is one of a copy as well."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def copy_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
