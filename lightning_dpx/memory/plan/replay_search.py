@@ -72,6 +72,12 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
         # that, and to find out takes a long search.
         if lowest.peak <= _WITHIN_REACH * plain.peak:
             found += [lowest, lowest._replace(choice=choose(lowest.problem, None))]
+            # A call keeps all that it saves until it is over, which for the last one is beside all
+            # that the step keeps: value by value, less of it may do.
+            fewer = _in_order(profile, lowest.names)[:-1]
+            if fewer:
+                part = _mixed(step, frozenset(fewer))
+                found.append(part._replace(choice=choose(part.problem, None)))
         return sorted(found, key=lambda mixed: mixed.forecast.rank(None))
     whole = [_mixed(step, names) for names in groups]
     fitting = [_with_fewer(step, mixed, budget) for mixed in whole if mixed.peak <= budget]
