@@ -220,11 +220,12 @@ def test_operands_outside_of_the_graph_go_in_a_profile_when_they_go_in_a_step() 
     assert not applied.not_found
 
 
-def test_operands_outside_of_the_graph_that_are_written_to_are_not_relied_on() -> None:
+@pytest.mark.parametrize("device", [None, "cpu"], ids=["real", "fake"])
+def test_operands_outside_of_the_graph_that_are_written_to_are_not_relied_on(device: str | None) -> None:
     torch.manual_seed(0)
     module, x = Remembering(changes=True), torch.randn(8, 96, 64)
     plain = copy.deepcopy(module)
-    plan = dpx.search_plan(module, x, planner=DropsEverything())
+    plan = dpx.search_plan(module, x, planner=DropsEverything(), device=device)
     assert not any(d.operator == "CatBackward0" for d in plan.decisions if d.action.startswith("recompute"))
     dpx.apply_plan(module, plan)
     assert all(map(torch.equal, train(module, x), train(plain, x)))

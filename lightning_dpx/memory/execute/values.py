@@ -172,7 +172,8 @@ class Value:
         # A detached tensor shares the count of writes, also after its data were exchanged for
         # nothing: so writes are noticed, and no memory is held for it.
         if type(tensor) in _COUNTED:
-            self.counter = counter_of(tensor)
+            self.counter = tensor.detach()
+            self.counter.data = _nothing(tensor.dtype, tensor.device)
         self.let_go(tensor)
 
     def learn(self, make: Make | None, inputs: Sequence[Any]) -> None:
@@ -535,13 +536,6 @@ def refuse(
 
 
 _COUNTED = (torch.Tensor, torch.nn.Parameter)
-
-
-def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Counts the writes into ``tensor``, also when it is gone itself, and holds nothing of its memory."""
-    counter = tensor.detach()
-    counter.data = _nothing(tensor.dtype, tensor.device)
-    return counter
 
 
 @cache

@@ -11,7 +11,7 @@ from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
-from lightning_dpx.memory.execute.values import Unnamed, Value, View, counter_of, forget_recipe, identity_of
+from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, identity_of
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall
@@ -128,7 +128,7 @@ class ProfilingHooks(Rematerialisation):
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
         span = self._trace.allocation_of(tensor.untyped_storage())
-        if span is not None and type(tensor) is torch.Tensor and _is_whole(tensor):
+        if span is not None and type(tensor) in self.kinds and _is_whole(tensor):
             value = self._kept_apart(tensor)
         else:
             value = super().keep_constant(tensor)
@@ -141,7 +141,10 @@ class ProfilingHooks(Rematerialisation):
         # Outside of the trace, which would count the copy as memory of the step.
         with disable_current_modes(), torch.no_grad():
             value = super().keep_constant(copy_as_it_lies(tensor))
-            self._copied[value] = counter_of(tensor), version_counter(tensor)
+            # A detached tensor shares the count of writes, also after its data were exchanged.
+            counter = tensor.detach()
+            counter.data = tensor.new_empty(0)
+            self._copied[value] = counter, version_counter(tensor)
         return value
 
     def _refuse_written(self) -> None:
