@@ -6,6 +6,7 @@ far as those belong to the packages that the classes come from; it stops at a bo
 milliseconds.
 """
 
+import functools
 import types
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -36,6 +37,8 @@ _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype, type, types.ModuleType,
     types.BuiltinFunctionType,
 )  # fmt: skip
+# What keeps nothing, or is looked at by itself.
+_CODE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property, functools._lru_cache_wrapper)
 
 
 # What is followed even where a library has made it.
@@ -256,7 +259,10 @@ def places_of_code(module: nn.Module) -> list[Place]:
 def _is_data(place: Place) -> bool:
     _, space, key = place
     value = vars(space)[key] if isinstance(space, type) else space[key]
-    return not callable(value) and not isinstance(value, types.ModuleType | nn.Module | property)
+    if isinstance(value, types.FunctionType):
+        return not is_plain_function(value)
+    # An object that can be called may keep as much as any other.
+    return not isinstance(value, _CODE)
 
 
 def _packages_of(module: nn.Module) -> frozenset[str]:

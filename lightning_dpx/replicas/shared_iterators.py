@@ -24,6 +24,7 @@ from lightning_dpx.python_objects.object_graph import may_hold
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.replicas.context import current_rank
+from lightning_dpx.replicas.mirrors import has_attributes
 from lightning_dpx.torch_compat import tree_map_only
 
 # A vocabulary or a list of samples is not walked through in every step.
@@ -365,7 +366,7 @@ def _is_own_object(value: Any) -> bool:
     kind = type(value)
     if is_library(kind) or isinstance(value, nn.Module | torch.Tensor | type | Dataset | DataLoader):
         return False
-    return type(getattr(value, "__dict__", None)) is dict and not callable(value)
+    return has_attributes(value)
 
 
 def iterators_that_cannot_be_copied(module: nn.Module) -> list[Iterator[Any]]:

@@ -266,7 +266,7 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, list | tuple | deque | Mapping):
         return True
     kind = type(value)
-    return has_attributes(value) and not callable(value) and not is_library(kind) and not runs_steps(kind)
+    return has_attributes(value) and not is_library(kind) and not runs_steps(kind)
 
 
 def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:

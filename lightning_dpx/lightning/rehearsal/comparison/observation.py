@@ -13,6 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
+from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -132,6 +133,30 @@ class _Freezer:
         return self._known[key][1]
 
     def _content(self, value: Any, depth: int) -> Any:
+        content = self._items(value, depth)
+        # A subclass of a container may have attributes beside its items.
+        if isinstance(value, CONTAINERS):
+            own = own_attributes(value)
+            # A dict whose items are its attributes holds nothing else.
+            if not own or own is value:
+                return content
+            return {"items": content, **self._named(own, depth)}
+        # Submodules are looked at by their own names.
+        if isinstance(value, torch.nn.Module):
+            return type(value).__name__
+        # Lightning and this package lead to all of a run, such as by a Trainer.
+        if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
+            return type(value).__name__
+        kept = kept_values(value)
+        if kept is None:
+            return type(value).__name__
+        return self._named(kept, depth)
+
+    def _named(self, values: dict[Any, Any], depth: int) -> dict[str, Any]:
+        return {str(key): self.frozen(item, depth) for key, item in values.items()}
+
+    def _items(self, value: Any, depth: int) -> Any:
+        """What a container holds; its size where that is very much."""
         if isinstance(value, CONTAINERS) and size_of(value) > _LONGEST:
             return size_of(value)
         if isinstance(value, list | tuple | deque):
@@ -144,14 +169,7 @@ class _Freezer:
             is_plain = all(isinstance(item, str | int | float | tuple) for item in items)
             if is_plain:
                 return sorted(map(repr, items))
-            return None
-        # Submodules are looked at by their own names, and functions have no state to compare.
-        if isinstance(value, torch.nn.Module) or callable(value) or own_attributes(value) is None:
-            return type(value).__name__
-        # Lightning and this package lead to all of a run, such as by a Trainer.
-        if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
-            return type(value).__name__
-        return {key: self.frozen(item, depth) for key, item in vars(value).items()}
+        return None
 
 
 class _OutsideFreezer(_Freezer):
