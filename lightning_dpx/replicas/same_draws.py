@@ -18,6 +18,9 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, overload_name, schema_of, tree_leaves
 
 _SEEDS = 2**31 - 1
+_DROPOUTS = frozenset(
+    {"dropout_p", "dropout", "train", "training"}
+)  # arguments with which an operator may draw nothing
 
 
 class CollectiveInRehearsal(Exception):  # noqa: N818  ends a rehearsal, and is no fault of the step
@@ -99,7 +102,7 @@ class SameDraws(TorchDispatchMode):
                     written = args[index] if index < len(args) else kwargs.get(argument.name)
                     self._before_write(written)
         # torch's own mark of operators that draw numbers.
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _has_dropout_off(func, args, kwargs):
             result = func(*args, **kwargs)
             # The dtypes of a step decide how far its slices may be from the whole batch.
             results = result if isinstance(result, list | tuple) else [result]
@@ -109,6 +112,12 @@ class SameDraws(TorchDispatchMode):
             return result
         draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{overload_name(func)}")
         if draw is None:
+            # In inference mode operators come here that consist of others, such as dropout, which draws nothing when
+            # it is off.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
             # A dict, for its order: the first to be named is the first that drew.
             self.left_alone[str(func.overloadpacket)] = None
             result = func(*args, **kwargs)
@@ -140,6 +149,16 @@ class SameDraws(TorchDispatchMode):
             # Inside of a mode torch (2.13) leaves the versions of a list's tensors alone, as clip_grad_norm_ writes.
             if is_list and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
+
+
+def _has_dropout_off(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator would draw for its dropout alone, as attention does, and there is none."""
+    for index, argument in enumerate(schema_of(func).arguments):
+        if argument.name in _DROPOUTS:
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            if given == 0:
+                return True
+    return False
 
 
 def _pattern(target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
@@ -203,9 +222,7 @@ def _bernoulli_of_tensor(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    inputs, p, training = args
-    if training is False or p == 0:
-        return func(inputs, 0.0, training)
+    inputs, p, _ = args
     mask = _keep(torch.empty_like(inputs), 1 - p)
     # As torch's own kernel has it: with p = 1 all is dropped, and nothing is divided by 0.
     scale = 0.0 if p == 1 else 1 / (1 - p)

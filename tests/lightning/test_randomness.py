@@ -202,6 +202,36 @@ class DecidesByDraw(Classifier):
         return loss
 
 
+class DecidesWithoutDropout(DecidesByDraw):
+    """Draws for the whole batch in evaluations, beside a dropout that is off there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_scale", torch.rand(()) * self.dropout(self.net(batch[0])).mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.dropout(self.net(batch[0])) * torch.rand(())
+
+
+def test_dropout_that_is_off_hides_no_draw_of_an_evaluation(execution: str) -> None:
+    def evaluated(**options: Any) -> tuple[Any, torch.Tensor]:
+        seed_everything(3, verbose=False)
+        model = DecidesWithoutDropout()
+        trainer = make_trainer(**options)
+        tested = trainer.test(model, make_loader(53), verbose=False)
+        return tested[0]["test_scale"], torch.cat(trainer.predict(model, make_loader(53)))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        ours = evaluated(strategy=DPXStrategy(execution=execution), devices=2)
+    one = evaluated()
+    assert ours[0] == pytest.approx(one[0])
+    assert torch.allclose(ours[1], one[1])
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_what_a_step_draws_for_its_batch_is_drawn_once(execution: str, num_replicas: int) -> None:
     def fitted(**options: Any) -> tuple[dict[str, torch.Tensor], float, float]:

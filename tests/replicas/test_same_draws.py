@@ -1,6 +1,7 @@
 """Random numbers that are the same for every row, and parameters that come back to the bit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,35 @@ def test_dropout_of_few_features_never_drops_all_of_them() -> None:
             kept = torch.nn.functional.dropout(torch.ones(4, 2), 0.5)
         assert bool(kept.any())
         assert torch.equal(kept, kept[:1].expand_as(kept))
+
+
+OFF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "feature dropout": lambda x: F.dropout2d(x, 0.5, training=False),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=False),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_dropout_that_is_off_draws_nothing(name: str, context: Callable[[], Any]) -> None:
+    with context(), SameDraws(nothing_shared()) as mode:
+        OFF[name](torch.ones(1, 2, 3, 16))
+    assert not mode.drew
+    assert not mode.on_host
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_inference_mode_draws_the_same_numbers_as_training(name: str) -> None:
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        with context(), SameDraws(nothing_shared()) as mode:
+            found.append(DRAWS[name](torch.ones(6, 16)))
+        assert mode.drew
+        assert not mode.left_alone
+    assert torch.equal(*found)
 
 
 def test_draws_that_mix_rows_are_left_alone_and_named() -> None:
