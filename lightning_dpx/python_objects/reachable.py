@@ -26,17 +26,20 @@ from lightning_dpx.python_objects.code_map import (
     names_in,
     namespace_of,
 )
-from lightning_dpx.python_objects.object_graph import items_of, may_hold, pairs_of, size_of
+from lightning_dpx.python_objects.kept_values import kept_values
+from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, may_hold, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
 from lightning_dpx.python_objects.own_attributes import own_attributes
 
 _MAX_OBJECTS = 20_000
 _MAX_FUNCTIONS = 1_000
+_MOST_HELD = 2_000  # objects that attributes hold, whose classes are looked at
 _MAX_ITEMS = 1_000  # of one container: a vocabulary holds no generators
 _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.device, torch.dtype, type, types.ModuleType,
     types.BuiltinFunctionType,
 )  # fmt: skip
+_NOT_HELD = (*_LEAVES, nn.Module)
 # What keeps nothing, or is looked at by itself.
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property, functools._lru_cache_wrapper)
 
@@ -222,15 +225,18 @@ Place = tuple[str, Any, Any]  # a name, a namespace (a class, or the globals of 
 def places_of_code(module: nn.Module) -> list[Place]:
     """Where the code of the classes that ``module`` is made of may keep something: outside of ``module``.
 
-    Attributes of those classes, and globals that their methods name, with the namespaces that hold them; likewise of
-    the classes and functions of the same packages that this code names (``Counter.total += 1``), and so on.
+    Attributes of those classes, and of the classes of objects that it holds (a schedule, a memory), and globals that
+    their methods name, with the namespaces that hold them; likewise of the classes and functions of the same packages
+    that this code names (``Counter.total += 1``), and so on.
 
     Args:
         module: Whose classes, and those that they inherit from, are looked at, as far as they are no library's.
     """
     packages = _packages_of(module)
+    kinds = classes_of_held(module)
+    packages |= without_libraries(frozenset(package_of(kind.__module__) for kind in kinds))
     found: dict[tuple[int, str], Place] = {}
-    waiting: deque[Any] = deque(_classes_of(module))
+    waiting: deque[Any] = deque([*_classes_of(module), *kinds])
     seen: set[int] = set()
     num_functions = 0
     while waiting and num_functions < _MAX_FUNCTIONS:
@@ -263,6 +269,34 @@ def _is_data(place: Place) -> bool:
         return not is_plain_function(value)
     # An object that can be called may keep as much as any other.
     return not isinstance(value, _CODE)
+
+
+def classes_of_held(module: nn.Module) -> list[type]:
+    """The classes of which the attributes of ``module`` and its submodules hold objects.
+
+    Objects in containers and in attributes of other objects count, the nearest ones first. Of installed classes those
+    count that come with a class of ``module``.
+    """
+    packages = _packages_of(module)
+    found: dict[type, None] = {}
+    waiting: deque[Any] = deque()
+    for child in module.modules():
+        waiting += [value for value in vars(child).values() if may_hold(value)]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_HELD:
+        value = waiting.popleft()
+        if id(value) in seen or isinstance(value, _NOT_HELD):
+            continue
+        seen.add(id(value))
+        is_own = _is_followed(type(value).__module__, packages)
+        if is_own:
+            kinds = [kind for kind in type(value).__mro__ if _is_followed(kind.__module__, packages)]
+            found.update(dict.fromkeys(kinds))
+        if isinstance(value, CONTAINERS):
+            waiting += items_of(value) if size_of(value) <= _MAX_ITEMS else ()
+        elif is_own or isinstance(value, types.FunctionType | types.MethodType):
+            waiting += (kept_values(value) or {}).values()
+    return list(found)
 
 
 def _packages_of(module: nn.Module) -> frozenset[str]:

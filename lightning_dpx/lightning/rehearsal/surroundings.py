@@ -19,7 +19,7 @@ from lightning_dpx.lightning.lightning_compat import active_loop, combined_loade
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
-from lightning_dpx.python_objects.reachable import places_of_code, reachable
+from lightning_dpx.python_objects.reachable import classes_of_held, places_of_code, reachable
 from lightning_dpx.torch_compat import version_counter
 from lightning_dpx.units import MIB
 
@@ -195,7 +195,7 @@ class Surroundings:
         self._notes = _Notes(trainer)
         self._named = {path: _Named(space, key) for path, space, key in places_of_code(module)}
         # In order and once each: many submodules are of one class.
-        classes = dict.fromkeys(type(child) for child in module.modules())
+        classes = dict.fromkeys([*(type(child) for child in module.modules()), *classes_of_held(module)])
         of_code = ObjectState((), copies=True, classes=classes, only_own=True)
         near = ObjectState((), follow_code=False, copies=True, objects=self._objects, only_own=True, most=_MOST_NEAR)
         self._reached = [_Reached(of_code, module), _Reached(near, module)]

@@ -4,6 +4,7 @@ import array
 import ctypes
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,31 @@ def with_default() -> Callable[[], int]:
     return call
 
 
+class InItsClass:
+    """Keeps nothing itself."""
+
+    count = 0
+
+    def __call__(self) -> int:
+        InItsClass.count += 1
+        return InItsClass.count
+
+
+class BehindAReference:
+    """Refers weakly to what a list of its class keeps alive."""
+
+    alive: list[Called] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.alive[:] = [Called()]
+        self.reference = weakref.ref(self.alive[0])
+
+    def __call__(self) -> int:
+        counted = self.reference()
+        assert counted is not None
+        return counted()
+
+
 COUNTED = Called()
 
 
@@ -125,6 +151,7 @@ class DecaysByAGlobal(Decays):
 def fitted(kind: type[Decays], schedule: Callable[[], Any], **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
     COUNTED.count = 0
+    InItsClass.count = 0
     model = kind(schedule)
     where = {"devices": 2, "strategy": dpx.DPXStrategy(execution="inline", **options)} if options else {}
     make_trainer(max_epochs=1, **where).fit(model, make_loader(32, 8))
@@ -142,6 +169,8 @@ KINDS = [
     (Decays, closure, "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, with_attribute, "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, with_default, "self.schedule.counts.0 is 1 on one device, 2 in slices"),
+    (Decays, InItsClass, "InItsClass.count is 1 on one device, 2 in slices"),
+    (Decays, BehindAReference, "BehindAReference.alive.0.count is 1 on one device, 2 in slices"),
     (DecaysByAGlobal, Called, "COUNTED.count is 1 on one device, 2 in slices"),
 ]
 
