@@ -1,13 +1,17 @@
 """What replicas log in one step is logged once."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import lightning_dpx as dpx
 from lightning_dpx.lightning.logging import StepLog, path_of, replay
 from lightning_dpx.replicas import BatchSlice, MergeRules, Replica
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
 
 CPU = torch.device("cpu")
 
@@ -86,3 +90,37 @@ def test_settings_may_be_given_by_place_as_lightning_takes_them() -> None:
     [(name, value, options)] = replayed([log])
     assert (name, value) == ("a", 1.0)
     assert options == {"prog_bar": True, "logger": False, "on_step": True, "on_epoch": False, "reduce_fx": "sum"}
+
+
+class LogsByAPartial(Classifier):
+    """Its head has a way to log of its own, as heads do that know no LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.log_value = functools.partial(self.log, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.net.log_value("by_head", loss)  # type: ignore[operator]
+        self.log("by_step", loss)
+        return loss
+
+
+class LogsBySuper(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        super().log("by_super", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [LogsByAPartial, LogsBySuper])
+def test_what_is_logged_past_self_log_is_logged_as_on_one_device(kind: type[Classifier], execution: str) -> None:
+    def logged(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(max_epochs=1, **options)
+        trainer.fit(kind(), make_loader(), make_loader())
+        return dict(trainer.callback_metrics)
+
+    with pytest.warns(UserWarning, match="training_step gets all of its batches whole.* past self.log"):
+        ours = logged(strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(ours, logged())

@@ -363,6 +363,7 @@ class Rehearsal:
                 "of them have ended.",
                 "For all devices to take part, use the value itself, or read it in on_train_batch_end.",
             )
+        self._refuse_other_logs()
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
@@ -394,6 +395,20 @@ class Rehearsal:
             is_look=self._looks_again,
         )
         return check.outcome(judge, sliced)
+
+    def _refuse_other_logs(self) -> None:
+        """Raises where one device has logged what no slice can be asked for.
+
+        Raises:
+            SlicesFail: it has.
+        """
+        names = self._step.guest.logged_elsewhere
+        if names:
+            raise SlicesFail(
+                f"It logs {', '.join(map(repr, names[:3]))} past self.log, by a method of the module that was kept "
+                "elsewhere or by super(), where every slice would log for itself.",
+                "For all devices to take part, call self.log in the step.",
+            )
 
     def _on_equal_slices(self, sizes: tuple[int, ...]) -> Outcome:
         """Rehearses on equal slices; batches that cannot be cut evenly stay whole from then on."""

@@ -76,6 +76,14 @@ class Guest:
         self._has_run = False
         self.switched: set[str] = set()  # settings of the process that the first run has changed, if only for a while
 
+    @property
+    def logged_elsewhere(self) -> list[str]:
+        """What steps of this rehearsal have logged past the log that records them."""
+        holder = _holder_of_results(self._trainer)
+        if holder is None or holder._results is None:
+            return []
+        return list(dict.fromkeys(result.meta.name for result in holder._results.values()))
+
     @contextmanager
     def visit(self, *, calls_hooks: bool) -> Iterator[None]:
         """The whole rehearsal happens in here.
