@@ -583,3 +583,37 @@ class ResetByClass(Scored):
 
 def test_modules_that_code_finds_by_their_class_have_whole_batches() -> None:
     check_trains_on_whole_batches(ResetByClass, r"listed in Membrane\.instances")
+
+
+SCALES: dict[nn.Module, float] = {}
+
+
+class WeighsById(Scored):
+    """Decays its parameters by how much their ids say; those of another copy are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decays = {id(parameter): 0.1 for parameter in self.parameters()}
+
+    def scores(self, batch: Any) -> torch.Tensor:
+        decays = [self.decays.get(id(one), 0.0) * one.square().sum() for one in self.parameters()]
+        return super().scores(batch) + sum(decays)
+
+
+class ScaledByKey(Scored):
+    """Looks its layers up in a dict that all copies share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        SCALES.clear()
+        SCALES.update(dict.fromkeys(self.children(), 3.0))
+
+    def scores(self, batch: Any) -> torch.Tensor:
+        scales = [SCALES.get(child, 1.0) for child in self.children()]
+        return super().scores(batch) * scales[0]
+
+
+@pytest.mark.parametrize(("kind", "told"), [(WeighsById, r"looked up in self\.decays"), (ScaledByKey, "in SCALES")])
+def test_parts_that_are_looked_up_by_who_they_are_have_whole_batches(kind: type[Scored], told: str) -> None:
+    """Of another copy nothing is found there: numbers were wrong without a word, as no copy was right."""
+    check_trains_on_whole_batches(kind, told)

@@ -21,7 +21,7 @@ import torch
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
 from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
-from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
+from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, own_attributes_of
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import (
@@ -38,6 +38,7 @@ from lightning_dpx.lightning.rehearsal.slice_check import SliceCheck
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.python_objects.class_registries import class_registries
+from lightning_dpx.python_objects.identity_registries import identity_registries
 from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging.rule_search import Finding
@@ -110,6 +111,13 @@ class Rehearsal:
                 f"Parts of the module are listed in {', '.join(names[:3])}, by which code finds those of the first "
                 "replica alone.",
                 "For all devices to take part, find them by modules(), and keep no list of instances on a class.",
+            )
+        names = identity_registries(self._module, own_attributes_of(self._module))
+        if names:
+            raise SlicesFail(
+                f"Parts of the module are looked up in {', '.join(names[:3])} by id() or as keys, where those of the "
+                "first replica alone are found.",
+                "For all devices to take part, look them up by their names (named_parameters(), named_modules()).",
             )
 
     def look_again(

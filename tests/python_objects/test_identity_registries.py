@@ -1,0 +1,88 @@
+"""Registries by ``id()`` and by the very object are found, where code may use them."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.python_objects.identity_registries import identity_registries
+
+
+class Layer(nn.Linear):
+    scales: ClassVar[weakref.WeakKeyDictionary[nn.Module, float]] = weakref.WeakKeyDictionary()
+
+
+class Net(nn.Module):
+    """Looks up in its forward what ``held`` says, by id."""
+
+    held: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(2, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows) * (id(self.layer) in self.held)
+
+
+class NamesNoIds(nn.Module):
+    """Has made a registry by id, and looks nothing up there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(2, 2)
+        self.held = {id(self.layer): 1.0}
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows)
+
+
+class Decays:
+    def __init__(self, ids: Any) -> None:
+        self.by_id = ids
+
+
+def registries(module: Net | NamesNoIds) -> list[str]:
+    return identity_registries(module, [("held", module.held)])
+
+
+HELD: list[tuple[Callable[[Net], Any], list[str]]] = [
+    (lambda net: {id(net.layer): 1.0}, ["self.held"]),
+    (lambda net: {id(net.layer.weight)}, ["self.held"]),
+    (lambda net: [0, id(net.layer.bias)], ["self.held"]),
+    (lambda net: {net.layer.weight.data_ptr(): 1.0}, ["self.held"]),
+    (lambda net: Decays({id(net): 1.0}), ["self.held.by_id"]),
+    (lambda net: {"all": [{id(net.layer): 1.0}]}, ["self.held"]),
+    (lambda net: {id(nn.Linear(1, 1)): 1.0, 3: 2.0}, []),
+    (lambda net: {net.layer: 1.0}, []),  # each copy has its own
+]
+
+
+@pytest.mark.parametrize(("hold", "paths"), HELD)
+def test_ids_of_parts_are_found(hold: Callable[[Net], Any], paths: list[str]) -> None:
+    net = Net()
+    net.held = hold(net)
+    assert registries(net) == paths
+
+
+def test_ids_that_no_code_looks_up_do_not_count() -> None:
+    assert registries(NamesNoIds()) == []
+
+
+def test_a_hook_may_look_up() -> None:
+    net = NamesNoIds()
+    net.held.clear()
+    names = {id(child): name for name, child in net.named_modules()}
+    net.layer.register_forward_hook(lambda layer, _, output: output * len(names[id(layer)]))
+    assert registries(net) == ["a hook of layer.names"]
+
+
+def test_keys_of_what_all_copies_share_are_found() -> None:
+    net = NamesNoIds()
+    assert registries(net) == []
+    Layer.scales[net.layer] = 2.0
+    assert registries(net) == ["Layer.scales"]
+    assert registries(NamesNoIds()) == [], "those of another one"
