@@ -119,6 +119,24 @@ class BehindAReference:
         return counted()
 
 
+class ByObject:
+    """Counts by objects that have no name."""
+
+    def __init__(self) -> None:
+        self.key = Called()
+        self.counts = {self.key: 0}
+
+    def __call__(self) -> int:
+        self.counts[self.key] += 1
+        return self.counts[self.key]
+
+
+class ByObjectWeakly(ByObject):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = weakref.WeakKeyDictionary({self.key: 0})  # type: ignore[assignment]
+
+
 COUNTED = Called()
 
 
@@ -169,6 +187,8 @@ KINDS = [
     (Decays, closure, "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, with_attribute, "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, with_default, "self.schedule.counts.0 is 1 on one device, 2 in slices"),
+    (Decays, ByObject, "self.schedule.counts.Called 0 is 1 on one device, 2 in slices"),
+    (Decays, ByObjectWeakly, "self.schedule.counts.Called 0 is 1 on one device, 2 in slices"),
     (Decays, InItsClass, "InItsClass.count is 1 on one device, 2 in slices"),
     (Decays, BehindAReference, "BehindAReference.alive.0.count is 1 on one device, 2 in slices"),
     (DecaysByAGlobal, Called, "COUNTED.count is 1 on one device, 2 in slices"),

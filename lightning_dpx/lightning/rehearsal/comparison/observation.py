@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class Observation:
     logger_calls: list[str] = field(default_factory=list)
 
 
+_ADDRESS = " at 0x"  # in the text of an object that has no other
 _LONGEST = 10_000  # items of a container beyond which only their number is compared
 _DEEPEST = 6
 _FEW = 2**16  # elements of a tensor outside of the module that is compared
@@ -140,20 +142,23 @@ class _Freezer:
             # A dict whose items are its attributes holds nothing else.
             if not own or own is value:
                 return content
-            return {"items": content, **self._named(own, depth)}
+            return {"items": content, **self._named(own.items(), depth)}
         # Submodules are looked at by their own names.
         if isinstance(value, torch.nn.Module):
             return type(value).__name__
+        # What they hold themselves are references, whose names are addresses.
+        if isinstance(value, WeakKeyDictionary | WeakValueDictionary):
+            return self._named(list(value.items()), depth)
         # Lightning and this package lead to all of a run, such as by a Trainer.
         if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
             return type(value).__name__
         kept = kept_values(value)
         if kept is None:
             return type(value).__name__
-        return self._named(kept, depth)
+        return self._named(kept.items(), depth)
 
-    def _named(self, values: dict[Any, Any], depth: int) -> dict[str, Any]:
-        return {str(key): self.frozen(item, depth) for key, item in values.items()}
+    def _named(self, pairs: Iterable[tuple[Any, Any]], depth: int) -> dict[str, Any]:
+        return {_name_of(key, place): self.frozen(item, depth) for place, (key, item) in enumerate(pairs)}
 
     def _items(self, value: Any, depth: int) -> Any:
         """What a container holds; its size where that is very much."""
@@ -162,7 +167,7 @@ class _Freezer:
         if isinstance(value, list | tuple | deque):
             return [self.frozen(item, depth) for item in items_of(value)]
         if isinstance(value, dict):
-            return {str(key): self.frozen(item, depth) for key, item in pairs_of(value)}
+            return self._named(pairs_of(value), depth)
         if isinstance(value, set | frozenset):
             # The repr of other objects has their address, which differs from copy to copy.
             items = items_of(value)
@@ -170,6 +175,16 @@ class _Freezer:
             if is_plain:
                 return sorted(map(repr, items))
         return None
+
+
+def _name_of(key: Any, place: int) -> str:
+    """The name of a key; of an object that has none of its own, where it stands, as copies have other addresses."""
+    # What modules and tensors call themselves is long, and the same for several of them.
+    if not isinstance(key, torch.Tensor | torch.nn.Module):
+        text = str(key)
+        if _ADDRESS not in text:
+            return text
+    return f"{type(key).__name__} {place}"
 
 
 class _OutsideFreezer(_Freezer):
