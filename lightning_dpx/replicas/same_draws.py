@@ -32,18 +32,27 @@ class SharedParameters:
 
     Args:
         parameters: The real ones.
+        buffers: Those of the real module, which no shadow shares: a step may still come to them.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        named = [(name, parameter) for name, parameter in parameters if parameter.layout == torch.strided]
+    def __init__(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], buffers: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> None:
+        named = [(name, tensor) for name, tensor in (*parameters, *buffers) if tensor.layout == torch.strided]
         # By memory: a step may write a view of a parameter, or a tied one.
         self._by_storage = {_storage(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
+        self._of_buffers = {_storage(tensor) for _, tensor in buffers if tensor.layout == torch.strided}
         self._saved: dict[tuple[str, int], torch.Tensor] = {}
 
     @property
     def written(self) -> list[str]:
         """Names of the parameters that were written."""
-        return [self._by_storage[key][0] for key in self._saved]
+        return [self._by_storage[key][0] for key in self._saved if key not in self._of_buffers]
+
+    @property
+    def written_buffers(self) -> list[str]:
+        """Names of the buffers that were written."""
+        return [self._by_storage[key][0] for key in self._saved if key in self._of_buffers]
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """An operator is about to write ``tensor``."""

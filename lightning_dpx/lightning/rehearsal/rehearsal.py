@@ -351,6 +351,13 @@ class Rehearsal:
 
     def _with_slices(self, whole: Observation, sizes: tuple[int, ...]) -> Outcome:
         """What is found beside what one device has done."""
+        reached = self._step.guest.real_module.reached
+        if reached:
+            raise SlicesFail(
+                f"It changes {', '.join(reached[:3])} of the module itself, to which something outside of it leads (a "
+                "global, a class, an object that has kept it), and every slice would, instead of its own.",
+                "For all devices to take part, go by self.",
+            )
         # By hand, optimizers write parameters inside of the step, as they should.
         if self._step.guest.written and not self._step.by_hand:
             raise writes_parameters(self._step.guest.written)

@@ -32,6 +32,7 @@ from lightning_dpx.lightning.lightning_compat import (
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
+from lightning_dpx.lightning.rehearsal.real_module import RealModule
 from lightning_dpx.lightning.rehearsal.run_draws import RunDraws
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance
@@ -64,11 +65,12 @@ class Guest:
         for replica in replicas:
             shared += zip(names, replica.parameters, strict=True)
         # Of all replicas: shadows of each share the parameters of the replica on their device.
-        self._shared = SharedParameters(shared)
+        self._shared = SharedParameters(shared, list(module.named_buffers()))
         self._devices = devices
         self._start = GeneratorStates(self._devices, [module])
         self.draws: RunDraws = RunDraws(self._start)  # of the last run
         self.surroundings: Surroundings = Surroundings(trainer, module)
+        self.real_module: RealModule = RealModule(module, shared, self._shared)
         self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
         self.changed_settings: bool = False
         self.logger_calls: list[str] = []  # of the last run
@@ -98,6 +100,7 @@ class Guest:
         holder = _holder_of_results(trainer)
         flags = _Flags()
         results = None if holder is None else holder._results
+        self.real_module.put_gradients_aside()
         try:
             # A step may reach for self.logger.experiment, which would write to the user's files.
             trainer.loggers = [counting_logger(logger, self.logger_calls) for logger in trainer.loggers]
@@ -115,6 +118,7 @@ class Guest:
                 holder._results = results
             for before in attributes:
                 before.restore()
+            self.real_module.give_gradients_back()
             flags.restore()
             self._shared.restore()
             self._start.restore()
@@ -137,8 +141,10 @@ class Guest:
             # An assignment to .data gives a parameter other memory, which no operator writes.
             moved = [name for name, place in _places_of(shadow).items() if places.get(name, place) != place]
             self.written: list[str] = list(dict.fromkeys([*self._shared.written, *moved]))
-            self._shared.restore()
             self.surroundings.restore()
+            # After what module and surroundings share, which is no part of the module.
+            self.real_module.restore()
+            self._shared.restore()
             self.changed_settings = not self._settings.is_current
             self._settings.restore()
             self.draws.end()

@@ -148,7 +148,7 @@ class _Tensor:
             self._version = version_counter(tensor)
 
 
-class _Reached:
+class Reached:
     """What a walk has reached, with the tensors among it.
 
     Results that a function has kept (``functools.lru_cache``) are forgotten, if it had kept none before.
@@ -172,13 +172,16 @@ class _Reached:
         # Only those that were empty: results of before cannot be told from those of the rehearsal.
         self._empty_caches = [cache for cache in self._state.caches if not cache.cache_info().currsize]
 
-    def restore(self) -> None:
-        """All of it is what it was."""
-        self._state.put_back(self._marks)
+    def restore(self) -> str:
+        """All of it is what it was; returns the path of something that was not."""
+        now = self._state.marks()
+        changed = self._state.difference(self._marks, now)
+        self._state.put_back(self._marks, now)
         for tensor in self._tensors:
             tensor.restore()
         for cache in self._empty_caches:
             cache.cache_clear()
+        return changed
 
 
 class Surroundings:
@@ -198,7 +201,7 @@ class Surroundings:
         classes = dict.fromkeys([*(type(child) for child in module.modules()), *classes_of_held(module)])
         of_code = ObjectState((), copies=True, classes=classes, only_own=True)
         near = ObjectState((), follow_code=False, copies=True, objects=self._objects, only_own=True, most=_MOST_NEAR)
-        self._reached = [_Reached(of_code, module), _Reached(near, module)]
+        self._reached = [Reached(of_code, module), Reached(near, module)]
 
     def restore(self) -> None:
         """All of it is what it was."""

@@ -1,0 +1,67 @@
+"""What a rehearsal does to the real module, past its shadow: it is put back, and tells that slices would do it too.
+
+A shadow stands in for the module wherever the trainer leads to it. What leads to it by itself (a global, a class, a
+callback that has kept it) gives a step the real module, and the same one to every replica.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.rehearsal.surroundings import Reached
+from lightning_dpx.python_objects.object_state import ObjectState
+from lightning_dpx.replicas.same_draws import SharedParameters
+
+_MOST_OBJECTS = 5_000  # of the module, and behind its attributes: the nearest ones first
+
+
+class RealModule:
+    """Keeps attributes, buffers and gradients of the real module, and sees whether a run has changed them.
+
+    Args:
+        module: The real one.
+        parameters: Of all of its replicas, with their names.
+        shared: What has put buffers aside before an operator wrote them.
+
+    Attributes:
+        reached: What runs have changed, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], shared: SharedParameters
+    ) -> None:
+        state = ObjectState(list(module.modules()), follow_code=False, copies=True, only_own=True, most=_MOST_OBJECTS)
+        self._objects = Reached(state, module)
+        self._shared = shared
+        self._parameters = parameters
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.reached: list[str] = []
+
+    def put_gradients_aside(self) -> None:
+        """From here on every gradient that a parameter has is one that a run has given it."""
+        for _, parameter in self._parameters:
+            if parameter.grad is not None:
+                self._gradients.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """All is what it was before the run that has ended, but for gradients, which are put aside.
+
+        What operators have written is put back afterwards, by ``shared``.
+        """
+        found = list(self._shared.written_buffers)
+        for name, parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = None
+                found.append(name)
+        changed = self._objects.restore()
+        if changed:
+            found.append(changed)
+        self.reached = list(dict.fromkeys([*self.reached, *found]))
+
+    def give_gradients_back(self) -> None:
+        """Parameters have the gradients again that they had before the rehearsal."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients.clear()

@@ -1,0 +1,93 @@
+"""A step that comes to the module by something outside of it: a check leaves no trace there, and batches go whole."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from tests.conftest import make_loader, make_trainer
+
+MODELS: list[Any] = []  # as registries of plugins have it
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.num_steps = 0
+        self.seen: list[int] = []
+        self.register_buffer("mean", torch.zeros(3))
+        MODELS[:] = [self]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Counts(Model):
+    def loss(self, batch: Any) -> torch.Tensor:
+        MODELS[0].num_steps += 1
+        return super().loss(batch)
+
+
+class Appends(Model):
+    def loss(self, batch: Any) -> torch.Tensor:
+        MODELS[0].seen.append(1)
+        return super().loss(batch)
+
+
+class WritesABuffer(Model):
+    def loss(self, batch: Any) -> torch.Tensor:
+        logits = self.net(batch[0])
+        with torch.no_grad():
+            MODELS[0].mean.lerp_(logits.mean(0).to(self.device), 0.1)
+        return F.cross_entropy(logits - self.mean, batch[1])
+
+
+class AddsUpGradients(Model):
+    """Two batches for a step, by hand: gradients that a check left would be added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(F.cross_entropy(MODELS[0].net(batch[0]), batch[1]))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fitted(kind: type[Model], **options: Any) -> tuple[dict[str, torch.Tensor], int, list[int]]:
+    torch.manual_seed(0)
+    model = kind()
+    loader = make_loader(32, 8)
+    make_trainer(max_epochs=2, **options).fit(model, loader, loader)
+    return {name: value.cpu() for name, value in model.state_dict().items()}, model.num_steps, model.seen
+
+
+@pytest.mark.parametrize("kind", [Counts, Appends, WritesABuffer, AddsUpGradients])
+@pytest.mark.parametrize("accelerator", ["cpu", "sim"])
+def test_what_leads_to_the_module_from_outside(kind: type[Model], accelerator: str, sim: Any) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours = fitted(kind, accelerator=accelerator, devices=2, strategy=dpx.DPXStrategy(execution="inline"))
+    assert any("of the module itself, to which something outside of it leads" in str(one.message) for one in told)
+    one = fitted(kind)
+    assert ours[1:] == one[1:]
+    for name, value in one[0].items():
+        torch.testing.assert_close(ours[0][name], value)
