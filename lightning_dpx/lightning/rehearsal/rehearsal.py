@@ -355,7 +355,8 @@ class Rehearsal:
         if reached:
             raise SlicesFail(
                 f"It changes {', '.join(reached[:3])} of the module itself, to which something outside of it leads (a "
-                "global, a class, an object that has kept it), and every slice would, instead of its own.",
+                "global, a class, an object that has kept it, code compiled by torch.jit), and every slice would, "
+                "instead of its own.",
                 "For all devices to take part, go by self.",
             )
         # By hand, optimizers write parameters inside of the step, as they should.
