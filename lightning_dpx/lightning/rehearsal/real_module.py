@@ -12,6 +12,7 @@ from torch import nn
 from lightning_dpx.lightning.rehearsal.surroundings import Reached
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.replicas.same_draws import SharedParameters
+from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
 
 _MOST_OBJECTS = 5_000  # of the module, and behind its attributes: the nearest ones first
 
@@ -35,6 +36,7 @@ class RealModule:
         self._objects = Reached(state, module)
         self._shared = shared
         self._parameters = parameters
+        self._has_hooks = any(backward_hooks_of(one) or post_accumulate_hooks_of(one) for _, one in parameters)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.reached: list[str] = []
 
@@ -56,7 +58,8 @@ class RealModule:
                 parameter.grad = None
                 found.append(name)
         changed = self._objects.restore()
-        if changed:
+        # Hooks of parameters come to what they keep, whichever copy has called them.
+        if changed and not self._has_hooks:
             found.append(changed)
         self.reached = list(dict.fromkeys([*self.reached, *found]))
 
