@@ -195,10 +195,17 @@ def seconds_of_slice(
     """How long a step on ``batch_slice`` takes on a device with these rates, run by a shadow; see :func:`step_seconds`.
 
     Raises:
-        PlanError: fake tensors cannot run the step.
+        PlanError: fake tensors cannot run the step, and there are no numbers to run it on.
     """
     with _on_shadow(replicas, batch_slice, run, target) as (shadow, step):
-        return step_seconds(shadow, batch_slice.batch, target, step, rates)
+        return step_seconds(
+            shadow,
+            batch_slice.batch,
+            target,
+            step,
+            rates,
+            few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
+        )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
 
 Cut = Callable[[int], Any]
+_T = TypeVar("_T")
+_FEWEST_ROWS = 4  # of a batch that is looked at in parts
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -66,14 +68,8 @@ def profile_absent(
     except DPXError:
         raise
     except NO_ANSWER as error:
-        why = _reason(error)
-        tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
-        if any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors):
-            raise PlanError(
-                f"Fake tensors cannot run this step ({why}), and real ones are not there: the module or the batch is "
-                "on the meta device or fake. Take what needs numbers out of the step, such as .item() and branches on "
-                "tensors, or give a real module and batch; a part of the rows is then run."
-            ) from error
+        why = reason_of(error)
+        require_numbers(module, batch, error)
     rows, cut = few()
     warnings.warn(
         f"Fake tensors cannot run this step of {type(module).__name__} ({why}): a real one runs on few rows of the "
@@ -83,7 +79,27 @@ def profile_absent(
     return _on_few_rows(module, target, step, rows, cut, accumulates)
 
 
-def _reason(error: Exception) -> str:
+def require_numbers(module: nn.Module, batch: Any, error: Exception) -> None:
+    """Whether a real step can be run where fakes cannot run it.
+
+    Args:
+        module: What the step is of.
+        batch: Its input.
+        error: Why fakes cannot.
+
+    Raises:
+        PlanError: there are no numbers to run it on.
+    """
+    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch)]
+    if any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors):
+        raise PlanError(
+            f"Fake tensors cannot run this step ({reason_of(error)}), and real ones are not there: the module or the "
+            "batch is on the meta device or fake. Take what needs numbers out of the step, such as .item() and "
+            "branches on tensors, or give a real module and batch; a part of the rows is then run."
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
     """What failed, and the last line of it that is neither torch's nor ours."""
     ours = (str(Path(torch.__file__).parent), str(_PACKAGE))
     lines = []
@@ -99,8 +115,7 @@ def _on_few_rows(
 ) -> Profile:
     def on(count: int) -> Profile:
         given = cut(count)
-        tensors = (*module.parameters(), *tree_leaves(given))
-        here = canonical_device(next(t.device for t in tensors if isinstance(t, torch.Tensor)))
+        here = device_of_step(module, given)
         meter = RooflineCosts(here, target)
         return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter, accumulates=accumulates)
 
@@ -108,17 +123,40 @@ def _on_few_rows(
     rule = f"for {target}: times by FLOPs and bytes"
     if all(tensor.device.type != target.type for tensor in module.parameters()):
         rule += ", what operators take inside by rule"
-    few = max(rows // 8, 2)
-    more = max(rows // 4, 4)
-    try:
-        parts = (on(few), on(more)) if rows > 4 else None
-    except (*NO_ANSWER, IndexError) as error:  # its rows belong together, as the nodes and edges of a graph do
-        traceback.clear_frames(error.__traceback__)
-        parts = None
+    parts = on_two_sizes(on, rows)
     if parts is None:
         return replace(on(rows), basis=f"from a real step {rule}")
-    found = extrapolate(*parts, (few, more), rows)
+    (few, less), (more, larger) = parts
+    found = extrapolate(less, larger, (few, more), rows)
     return replace(found, basis=f"from real steps on {few} and {more} of {rows} rows, scaled, {rule}")
+
+
+def device_of_step(module: nn.Module, batch: Any) -> torch.device:
+    """Where a step of ``module`` runs: where its parameters are, or its input where it has none."""
+    tensors = (*module.parameters(), *tree_leaves(batch))
+    return canonical_device(next(t.device for t in tensors if isinstance(t, torch.Tensor)))
+
+
+def on_two_sizes(on: Callable[[int], _T], rows: int) -> tuple[tuple[int, _T], tuple[int, _T]] | None:
+    """What real steps on an eighth and on a quarter of the rows give, each with how many those are.
+
+    Args:
+        on: Runs a step on so many rows.
+        rows: Of the batch.
+
+    Returns:
+        ``None`` where so few rows cannot be run: there are hardly any, or they belong together, as the nodes and edges
+        of a graph do.
+    """
+    if rows <= _FEWEST_ROWS:
+        return None
+    few = max(rows // 8, 2)
+    more = max(rows // 4, _FEWEST_ROWS)
+    try:
+        return (few, on(few)), (more, on(more))
+    except (*NO_ANSWER, IndexError) as error:
+        traceback.clear_frames(error.__traceback__)
+        return None
 
 
 def first_rows(batch: Any) -> tuple[int, Cut]:

@@ -1,5 +1,10 @@
-"""When each gradient of a step would be there, on a device that is not: times by FLOPs and bytes, on fake tensors."""
+"""When each gradient of a step would be there, on a device that is not: times by FLOPs and bytes, on fake tensors.
 
+Where those cannot run the step (it looks at numbers, or an operator gives as many as its input says), real steps on few
+rows are looked at in their place.
+"""
+
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.errors import DPXError, PlanError
-from lightning_dpx.memory.profile.fake import NO_ANSWER, faked, with_or_without_numbers
+from lightning_dpx.errors import DPXError
+from lightning_dpx.memory.profile.abstract import Cut, device_of_step, on_two_sizes, reason_of, require_numbers
+from lightning_dpx.memory.profile.fake import NO_ANSWER, RooflineCosts, faked, with_or_without_numbers
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.profile.roofline import Rates
 
@@ -31,9 +37,17 @@ class StepSeconds:
 
 
 def step_seconds(
-    module: nn.Module, batch: Any, target: torch.device, step: Callable[[Any], Run], rates: Rates
+    module: nn.Module,
+    batch: Any,
+    target: torch.device,
+    step: Callable[[Any], Run],
+    rates: Rates,
+    few: Callable[[], tuple[int, Cut]],
 ) -> StepSeconds:
-    """The times of a step of ``module`` on ``batch`` on a device with these ``rates``; nothing is allocated.
+    """The times of a step of ``module`` on ``batch`` on a device with these ``rates``.
+
+    Nothing is allocated where fake tensors can run the step. Where they cannot, a warning says why, and the times of
+    two real steps on few rows are scaled.
 
     Args:
         module: Its parameters and buffers are fakes meanwhile.
@@ -41,29 +55,66 @@ def step_seconds(
         target: What is planned for; it need not be there.
         step: The step on such a batch.
         rates: Of that device.
+        few: Asked if fakes cannot: the number of rows of ``batch``, and what gives its first rows, as many as wanted.
 
     Raises:
-        PlanError: fake tensors cannot run the step.
+        PlanError: fake tensors cannot run the step, and there are no numbers to run it on.
     """
 
     def on_fakes(numbers: bool) -> StepSeconds:
         with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, meter):
-            trace: Any = meter.trace()
-            trace.rates = rates
-            with meter.preserve_module_state(module), torch.enable_grad():
-                return _timed(module, step(inputs), meter.as_on_target, trace)
+            return _watched(module, step(inputs), meter, rates)
 
     try:
         return with_or_without_numbers(on_fakes)
     except DPXError:  # about the step itself
         raise
     except NO_ANSWER as error:
-        first = str(error).strip().partition("\n")[0]
-        raise PlanError(
-            f"The time of a step is predicted on fake tensors, and they cannot run this one of {type(module).__name__} "
-            f"({type(error).__name__}: {first}). Take what needs numbers out of the step, such as .item() and branches "
-            "on tensors, or leave out what asks for times; memory is predicted all the same."
-        ) from error
+        why = reason_of(error)
+        require_numbers(module, batch, error)
+    rows, cut = few()
+
+    def on_real(count: int) -> StepSeconds:
+        given = cut(count)
+        meter = RooflineCosts(device_of_step(module, given), target)
+        return _watched(module, step(given), meter, rates)
+
+    warnings.warn(
+        f"Fake tensors cannot run this step of {type(module).__name__} ({why}): its time is that of the operators of a "
+        f"real one on few of its {rows} rows, scaled.",
+        stacklevel=4,
+    )
+    parts = on_two_sizes(on_real, rows)
+    if parts is None:
+        return on_real(rows)
+    return _on_line(parts, rows)
+
+
+def _on_line(parts: tuple[tuple[int, StepSeconds], tuple[int, StepSeconds]], rows: int) -> StepSeconds:
+    """The times on ``rows`` rows, each on the line through those on fewer."""
+    (few, low), (more, high) = parts
+
+    def line(less: float, larger: float) -> float:
+        # More rows never take less time.
+        return max(larger, larger + (larger - less) / (more - few) * (rows - more))
+
+    gradients = []
+    for pair in zip(low.gradients, high.gradients, strict=True):
+        gradients.append(line(*pair))
+    return StepSeconds(
+        forward=line(low.forward, high.forward),
+        backward=line(low.backward, high.backward),
+        gradients=tuple(gradients),
+    )
+
+
+def _watched(module: nn.Module, run: Run, meter: RooflineCosts, rates: Rates) -> StepSeconds:
+    """The times of one step, which leaves nothing behind."""
+    with meter.preserve_module_state(module), torch.enable_grad():
+        # Made inside, as it tells the context above of writes, which are put back.
+        trace: Any = meter.trace()
+        trace.rates = rates
+        return _timed(module, run, meter.as_on_target, trace)
 
 
 def _timed(module: nn.Module, run: Run, context: Callable[[], Any], trace: Any) -> StepSeconds:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassF1Score
 
-import lightning_dpx as dpx
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.lightning import Settings, dry_run
 from lightning_dpx.lightning.memory.step_times import Machines, name_of_reducer
@@ -101,10 +101,36 @@ class Looks(Wide):
         return loss if loss.item() < 1e9 else loss * 0
 
 
-@pytest.mark.filterwarnings("ignore:Fake tensors cannot run this step")
-def test_a_step_that_looks_at_numbers_has_no_predicted_time_and_says_so() -> None:
-    with pytest.raises(dpx.PlanError, match=r"cannot run this one of Looks .*leave out what asks for times"):
-        steps_of(Looks())
+@pytest.mark.filterwarnings("ignore:Fake tensors cannot run this step of Looks .* a real one runs on few rows")
+def test_a_step_that_looks_at_numbers_has_the_times_of_real_ones_on_few_rows() -> None:
+    (usual,) = steps_of(Wide(), rows=64)
+    with pytest.warns(UserWarning, match=r"this step of Looks .*: its time is that of .* few of its 64 rows"):
+        (looks,) = steps_of(Looks(), rows=64)
+    assert looks.compute == pytest.approx(usual.compute, rel=0.01)
+    assert looks.reduction + looks.hidden == pytest.approx(usual.reduction + usual.hidden)
+    assert looks.hidden > 0, "when each gradient is there is known as well"
+
+
+class Classifies(Wide):
+    """Logs a metric whose states are counts by class, of which fake tensors do not know how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = MulticlassF1Score(num_classes=WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scores = self.net(batch[0]).detach()
+        self.score(scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device))
+        self.log("score", self.score)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Fake tensors cannot run this step of Classifies")
+def test_a_step_with_a_metric_of_classes_has_times() -> None:
+    (usual,) = steps_of(Wide())
+    (counts,) = steps_of(Classifies())
+    assert counts.compute > usual.compute, "the metric's operators count"
+    assert counts.reduction + counts.hidden == pytest.approx(usual.reduction + usual.hidden)
 
 
 class ByHand(Wide):
