@@ -40,9 +40,9 @@ from lightning_dpx.bench import (
     plot_reductions,
 )
 from lightning_dpx.commands.progress import done, progress
-from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.lightning.quiet import quiet_lightning
 from lightning_dpx.simulate import is_built, simulate
 
 

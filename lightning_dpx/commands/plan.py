@@ -19,7 +19,6 @@ from lightning_dpx.commands import plan_ranks, plan_times
 from lightning_dpx.commands.plan_ranks import as_one_rank, check_ranks, num_ranks, ranks_of_fsdp2
 from lightning_dpx.commands.plan_times import as_dicts, check_times, format_steps, machines_of, section_of
 from lightning_dpx.commands.progress import done, progress
-from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.commands.train import make_cli
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.lightning import (
@@ -37,6 +36,7 @@ from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.memory.rank_run import rank_run
 from lightning_dpx.lightning.memory.step_times import Machines
 from lightning_dpx.lightning.monitors.base import format_rows
+from lightning_dpx.lightning.quiet import quiet_lightning
 from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page

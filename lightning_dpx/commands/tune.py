@@ -29,7 +29,6 @@ from lightning_dpx.commands.plan import (
     written,
 )
 from lightning_dpx.commands.progress import done, progress
-from lightning_dpx.commands.quiet import quiet_lightning
 from lightning_dpx.commands.train import make_cli
 from lightning_dpx.commands.tuned_config import KEYS, check_devices, config_of, key_of, tell_other_devices, tuned_config
 from lightning_dpx.devices import synchronize
@@ -37,6 +36,7 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.monitors.base import format_rows
+from lightning_dpx.lightning.quiet import quiet_lightning
 from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, Tuning, rows_of_data, tune_batch_size
 from lightning_dpx.memory import PLANNERS
 from lightning_dpx.memory.plan_cache import PlanCache
@@ -60,8 +60,9 @@ def add_to(commands: Any) -> None:
         help="find the batch size that is fastest and fits, on devices that need not be there",
         description="Profiles a step of a config on two sizes, predicts peak and speed of other batch sizes from them, "
         "each with the memory plan and the micro-batches that its budget asks for, and names the smallest batch size "
-        "that is about as fast as the fastest. Speed is that of forward and backward on the slowest device: "
-        "reductions, the optimizer and the loading of data come on top, --measure shows by how much. Exit status "
+        "that is about as fast as the fastest. Speed is that of forward, backward and optimizer on the slowest "
+        "device, and on a CPU of Lightning's loop and of loading without workers as well; reductions between devices, "
+        "hooks and callbacks of your own come on top, --measure shows by how much. Exit status "
         "0: one fits; 2: none does; 1: an error. All that `dpx fit` takes can follow.",
     )
     tune.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")

@@ -1,6 +1,7 @@
 """Which batch size is fastest and fits: one step is profiled, and every batch size is predicted from it.
 
     first batch --a quarter and all of its rows--> two profiles --lines through them--> the step on any rows
+    an empty step --> the loop and the optimizer; a few batches --> the loading of a row
         for every batch size, for every device: static bytes + inputs + plan within the budget --> peak, seconds
             --> samples per second --> the smallest batch size that is about as fast as the fastest that fits
 
@@ -16,24 +17,29 @@ from typing import Any, Literal
 import torch
 
 from lightning_dpx.arguments import check_is_module, is_whole_number
-from lightning_dpx.devices import named_devices
+from lightning_dpx.devices import is_host, named_devices
 from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.lightning.empty_step import EmptyRun, seconds_of_empty_step, seconds_of_loading
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
 from lightning_dpx.lightning.memory.dry_run import (
     DeviceForecast,
+    LoggedValue,
     Progress,
     Settings,
     StepProfiles,
     bytes_kept_aside,
     forecast_device,
     lasting_bytes,
+    owners_of,
     plan_step,
     work_on_first_batch,
 )
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
+from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.memory import Planner, Profile, extrapolate
+from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.notebook import html_table
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
 from lightning_dpx.units import format_part, parse_bytes
@@ -50,13 +56,22 @@ class BatchSizeForecast:
     Attributes:
         batch_size: B, the rows of a batch over all devices.
         devices: One per device that gets rows, in bytes.
-        seconds: Of a step's forward and backward on the slowest device, with what its plan computes again; infinite
-            where a budget cannot be met. Reductions, the optimizer and the loading of data are not in it.
+        compute: Seconds of a step's forward and backward on the slowest device, with what its plan computes again;
+            infinite where a budget cannot be met.
+        beside: Seconds of a step beside those: the optimizer; on the host also Lightning's loop with what is logged,
+            slices and sums of gradients, and the loading of a batch without workers. On other devices the host does all
+            that while they compute.
     """
 
     batch_size: int
     devices: tuple[DeviceForecast, ...]
-    seconds: float
+    compute: float
+    beside: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite where a budget cannot be met. Reductions between devices are not in it."""
+        return self.compute + self.beside
 
     @property
     def fits(self) -> bool:
@@ -321,6 +336,8 @@ def _tuned(
     lasting = lasting_bytes(trainer, module, settings)
     # A batch stays on its device for the whole step, beside what the step itself keeps.
     inputs = bytes_of_tensors(batch)
+    beside = _seconds_beside(trainer, module, batch, settings, profiles.logged(few))
+    loading = _seconds_of_loading(trainer, settings) / current
     workload = parse_workload(settings.workload, len(settings.devices))
     found = []
     for batch_size in options.sizes(current, len(settings.devices)):
@@ -348,8 +365,40 @@ def _tuned(
             share = float("inf") if forecast.plan is None else forecast.plan.recompute_share or 0.0
             # Replicas on one device take turns, so their times add up.
             busy[device] = busy.get(device, 0.0) + whole(rows).step_seconds * (1 + share)
-        found.append(BatchSizeForecast(batch_size, tuple(forecasts), max(busy.values())))
+        found.append(BatchSizeForecast(batch_size, tuple(forecasts), max(busy.values()), beside + loading * batch_size))
     return Tuning(tuple(found), current, whole(current).basis)
+
+
+def _runs_on_host(settings: Settings) -> bool:
+    return all(is_host(device) for device in settings.devices)
+
+
+def _seconds_beside(
+    trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, logged: Sequence[LoggedValue]
+) -> float:
+    """What a step takes beside forward and backward, however many rows it has."""
+    if _runs_on_host(settings):
+        # What decides how replicas share a batch, and how their gradients come together.
+        options = {
+            "reducer": settings.reducer, "workload": settings.workload, "batch_dim": settings.batch_dim,
+            "batch_slicer": settings.batch_slicer,
+        }  # fmt: skip
+        run = EmptyRun(num_replicas=len(settings.devices), batch=batch, options=options, logged=logged)
+        return seconds_of_empty_step(trainer, module, run)
+    # A step by hand runs its optimizers itself, so they are in its time already.
+    if not module.automatic_optimization:
+        return 0.0
+    device = next(device for device in settings.devices if not is_host(device))
+    parameters = list(module.parameters())
+    owners = owners_of(parameters, settings)
+    return seconds_of_update(trainer.optimizers, parameters, owners, rates_of(device)) / trainer.accumulate_grad_batches
+
+
+def _seconds_of_loading(trainer: Trainer, settings: Settings) -> float:
+    """What loading a batch takes of the time of a step; nothing where devices compute meanwhile."""
+    if _runs_on_host(settings):
+        return seconds_of_loading(trainer)
+    return 0.0
 
 
 def _rows_of(replicas: ReplicaSet, batch: Any) -> int:

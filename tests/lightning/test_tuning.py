@@ -1,17 +1,21 @@
 """Which batch size is fastest and fits is predicted from one step, and the predictions are those of real sizes."""
 
 import copy
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning import DeviceForecast, Settings, dry_run
-from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions
+from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, tune_batch_size
+from lightning_dpx.memory.plan_cache import PlanCache
+from lightning_dpx.memory.profile.roofline import rates_of
 from tests.commands.test_plan import Shallow
 from tests.conftest import make_trainer
 
@@ -83,7 +87,72 @@ def test_replicas_on_one_processor_take_turns() -> None:
         dpx.tune(Shallow(), Rows(), devices=devices, batch_sizes=(256,)).batch_sizes[0]
         for devices in (["cuda:0", "cuda:1"], ["cuda:0", "cuda:0"])
     )
-    assert both.seconds == pytest.approx(2 * alone.seconds)
+    assert both.compute == pytest.approx(2 * alone.compute)
+
+
+class SlowStep(torch.optim.SGD):
+    """Takes some processor time at the least."""
+
+    def step(self, closure: Any = None) -> Any:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        return super().step(closure)
+
+
+class SlowlyUpdated(Shallow):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowStep(self.parameters(), lr=0.1)
+
+
+def slow_collate(rows: Any) -> Any:
+    began = time.thread_time()
+    while time.thread_time() - began < 0.02:
+        pass
+    return torch.utils.data.default_collate(rows)
+
+
+class SlowlyLoaded(Rows):
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = TensorDataset(torch.randn(ROWS, 64), torch.randn(ROWS, 1))
+        return DataLoader(data, self.batch_size, collate_fn=slow_collate)
+
+
+def test_the_optimizer_and_the_loading_of_a_batch_count_on_the_host() -> None:
+    small, large = dpx.tune(SlowlyUpdated(), SlowlyLoaded(64), batch_sizes=(64, 256)).batch_sizes
+    assert small.seconds == small.compute + small.beside
+    assert small.beside > 0.04, "one step, and one batch"
+    assert large.beside > 0.02 + 4 * 0.02, "loading takes as long for every row"
+
+
+def test_on_devices_that_are_not_here_the_optimizer_counts_by_its_bytes() -> None:
+    one, two = dpx.tune(SlowlyUpdated(), SlowlyLoaded(), devices=["cuda:0"], batch_sizes=(64, 256)).batch_sizes
+    held = sum(parameter.nbytes for parameter in SlowlyUpdated().parameters())
+    assert one.beside == two.beside == 3 * held / rates_of(torch.device("cuda")).bytes
+
+
+class Logs(Shallow):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("rate", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_step_logs_is_logged_in_the_step_that_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = []
+    log = LightningModule.log
+
+    def noted(self: LightningModule, name: str, value: Any, **options: Any) -> None:
+        names.append(name)
+        log(self, name, value, **options)
+
+    monkeypatch.setattr(LightningModule, "log", noted)
+    settings = Settings((torch.device("cpu"),), cache=PlanCache(str(tmp_path), print))
+    # Profiled, and found in the cache.
+    for _ in range(2):
+        names.clear()
+        found = tune_batch_size(make_trainer(), Logs(), Rows(), settings, TuneOptions((64,)))
+        assert found.batch_sizes[0].beside > 0
+        assert set(names) == {"loss", "rate"}
 
 
 def test_sizes_that_are_looked_at_unless_some_are_given() -> None:

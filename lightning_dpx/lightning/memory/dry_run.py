@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torchmetrics import Metric
 
 from lightning_dpx.activations import arguments_of_step
 from lightning_dpx.devices import is_host
@@ -31,6 +32,7 @@ from lightning_dpx.lightning.memory.profiling import (
     keeps_gradients,
     profile_absent_slice,
     profile_slice,
+    run_once,
     seconds_of_slice,
 )
 from lightning_dpx.lightning.memory.step_times import Machines, SliceOfStep, predicted_steps
@@ -56,6 +58,7 @@ from lightning_dpx.replicas import (
 from lightning_dpx.step_time import StepTime
 
 Progress = Callable[[str], None]
+LoggedValue = tuple[str, dict[str, Any]]  # its name, and with which options
 Found = TypeVar("Found")
 
 
@@ -409,6 +412,12 @@ class StepProfiles:
         run = _runner(self._trainer, self._trainer.lightning_module)
         return seconds_of_slice(self._replicas, self._slice(rows), run, device, rates)
 
+    def logged(self, rows: int) -> list[LoggedValue]:
+        """What the step on so many rows logs, but for metrics, whose cost is in what they compute."""
+        log = _LastLog()
+        run_once(self._replicas, self._slice(rows), _runner(self._trainer, self._trainer.lightning_module, log.note))
+        return log.values
+
     def _slice(self, rows: int) -> BatchSlice:
         others = [rows, self._num_rows - rows]
         part = self._batch if rows == self._num_rows else self._replicas.slicer.cut(self._batch, others)[0]
@@ -441,35 +450,63 @@ def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerat
     return profile_slice(replicas, batch_slice, run, accumulates=accumulates)
 
 
-def _runner(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any, int], Any]:
+class _LastLog:
+    """What a step has logged.
+
+    Attributes:
+        values: Names and options.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[LoggedValue] = []
+
+    def note(self, log: StepLog) -> None:
+        """Takes the place of what an earlier step logged."""
+        self.values.clear()
+        for (name, _), (value, options) in log.entries.items():
+            if not isinstance(value, Metric):
+                self.values.append((name, options))
+
+
+def _say_nothing(log: StepLog) -> None:
+    """What a step logs is of no interest."""
+
+
+def _runner(
+    trainer: Trainer, module: LightningModule, note: Callable[[StepLog], None] = _say_nothing
+) -> Callable[[Any, Any, int], Any]:
     # One for all runs: a step by hand is profiled several times, each time from the same state.
     guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [torch.device("cpu")])
 
     def run(shadow: Any, rows: Any, num_rows: int) -> Any:
         if shadow.automatic_optimization:
-            return unlogged_step(trainer, shadow, rows, num_rows)
+            return unlogged_step(trainer, shadow, rows, num_rows, note)
         with guest.visit(shadow):
-            return unlogged_step(trainer, shadow, rows, num_rows)
+            return unlogged_step(trainer, shadow, rows, num_rows, note)
 
     return run
 
 
-def unlogged_step(trainer: Trainer, module: Any, rows: Any, num_rows: int) -> Any:
+def unlogged_step(
+    trainer: Trainer, module: Any, rows: Any, num_rows: int, note: Callable[[StepLog], None] = _say_nothing
+) -> Any:
     """What the training step of ``module`` returns for a batch of so many ``rows``.
 
-    What it logs goes nowhere: the Trainer's own logs belong to a step that never happens.
+    What it logs goes nowhere but to ``note``: the Trainer's own logs belong to a step that never happens.
     """
     replica = Replica(0, module.device, module)
-    with StepLog(BatchSlice(replica, num_rows, rows)).recording_alone(module):
+    log = StepLog(BatchSlice(replica, num_rows, rows))
+    with log.recording_alone(module):
         with trainer.precision_plugin.train_step_context():
-            return module.training_step(*arguments_of_step(module.training_step, rows))
+            output = module.training_step(*arguments_of_step(module.training_step, rows))
+    note(log)
+    return output
 
 
 def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
     """Per replica, the bytes that are there all the time."""
     parameters = list(module.parameters())
-    here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
-    owners = make_reducer(here, settings.devices).owners([p.numel() for p in parameters])
+    owners = owners_of(parameters, settings)
     several = len(set(settings.devices)) > 1
     states = most_states_of(trainer.optimizers)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
@@ -489,6 +526,12 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
             }
         )
     return found
+
+
+def owners_of(parameters: Sequence[torch.nn.Parameter], settings: Settings) -> list[int]:
+    """By parameter, the device that its gradients are summed for, and that its optimizer's state is on."""
+    here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
+    return make_reducer(here, settings.devices).owners([parameter.numel() for parameter in parameters])
 
 
 def bytes_kept_aside(trainer: Trainer, module: LightningModule) -> int:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
+from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
@@ -206,6 +207,18 @@ def seconds_of_slice(
             rates,
             few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
         )
+
+
+def run_once(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:
+    """Runs the step on ``batch_slice`` by a shadow, for what ``run`` sees of it; all that it changes is put back."""
+    with _on_shadow(replicas, batch_slice, run, batch_slice.replica.device) as (shadow, step):
+        forward = step(batch_slice.batch)
+        with torch.no_grad() if shadow.automatic_optimization else nullcontext():
+            CostModel(batch_slice.replica.device).timer(shadow).timed(forward, _no_backward)
+
+
+def _no_backward(loss: torch.Tensor) -> None:
+    """What is looked at is over by then."""
 
 
 @contextmanager

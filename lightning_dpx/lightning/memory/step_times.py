@@ -140,22 +140,28 @@ def _work(
     extra = of.extra * whole
     # Gradients are whole with the last micro-batch, so only its backward can hide their way.
     backward = (of.seconds.backward + extra) / of.micro_batches
-    states = most_states_of(trainer.optimizers)
-    owned: Counter[int] = Counter()
-    for parameter, owner in zip(parameters, owners, strict=True):
-        if parameter.requires_grad:
-            owned[owner] += parameter.nbytes
-    # Parameters and states are read and written, gradients are read.
-    moved = (3 + 2 * states) * max(owned.values(), default=0)
     # A step by hand runs its backwards and its optimizers itself, so that they are in its time already.
     is_by_hand = not of.seconds.backward
     return Work(
         forward=replicas * (whole + extra) - backward,
         backward=backward,
-        optimizer=0.0 if is_by_hand else moved / machines.rates.bytes,
+        optimizer=0.0 if is_by_hand else seconds_of_update(trainer.optimizers, parameters, owners, machines.rates),
         rows=of.rows,
         batches=trainer.accumulate_grad_batches,
     )
+
+
+def seconds_of_update(
+    optimizers: Sequence[Any], parameters: Sequence[nn.Parameter], owners: Sequence[int], rates: Rates
+) -> float:
+    """The time of a step of the optimizers where the owner of most parameters has these rates."""
+    owned: Counter[int] = Counter()
+    for parameter, owner in zip(parameters, owners, strict=True):
+        if parameter.requires_grad:
+            owned[owner] += parameter.nbytes
+    # Parameters and states are read and written, gradients are read.
+    moved = (3 + 2 * most_states_of(optimizers)) * max(owned.values(), default=0)
+    return moved / rates.bytes
 
 
 def _buckets(
