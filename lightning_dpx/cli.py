@@ -9,11 +9,13 @@ from typing import Any
 
 from lightning_dpx.commands import bench, doctor, plan, train, tune
 from lightning_dpx.commands.progress import done
+from lightning_dpx.commands.usage import DOES_NOT_FIT, ERROR, UnreadableArguments, reading_arguments
 from lightning_dpx.errors import DPXError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import MisconfigurationException
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _ALIKE = 0.8  # of two names, one of which is misspelt
+_OWN_OPTIONS = (["plan"], ["tune"])  # commands that read some arguments themselves, and leave others to a LightningCLI
 _INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 _COMPLETION = 'print a completion script; in ~/.bashrc: eval "$(dpx --print-completion bash)"'
 
@@ -37,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dpx",
         description="One process drives all your devices.",
-        epilog="Exit status 0: done; 1: an error; 130: Ctrl-C; 2: arguments or a config that cannot be read, except of "
-        "plan and tune, whose 2 says that it does not fit.",
+        epilog="Exit status 0: done; 1: an error, also of arguments or a config that cannot be read; 2, of plan and "
+        "tune only: it does not fit; 130: Ctrl-C.",
     )
     parser.add_argument("--print-completion", action=_PrintCompletion, choices=_SHELLS, help=_COMPLETION)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -47,32 +49,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # `dpx fit` and the others that take more hand the rest to a LightningCLI.
-        args, others = parser.parse_known_args(given)
-        if others and not args.takes_more:
-            parser.error(f"unrecognized arguments: {' '.join(others)}")
+        with reading_arguments():
+            args, others = parser.parse_known_args(given)
+            if others and not args.takes_more:
+                parser.error(f"unrecognized arguments: {' '.join(others)}")
         return int(args.run(args, others))
     except KeyboardInterrupt:
         return _interrupted()
+    except UnreadableArguments:
+        if given[:1] in _OWN_OPTIONS:
+            _suggest(given, commands.choices[given[0]])
+        return ERROR
     except SystemExit as end:
         # A Trainer catches Ctrl-C itself, and ends the program with the status of an error.
         if _is_of_an_interrupt(end):
             return _interrupted()
-        # A parser's, of a bad argument or config: of plan and tune it would say "does not fit".
-        if end.code == 2 and given[:1] in (["plan"], ["tune"]):
-            _suggest(given, commands.choices[given[0]])
-            return 1
+        # Of the user's own code: of these commands this status says "does not fit".
+        if end.code == DOES_NOT_FIT and given[:1] in _OWN_OPTIONS:
+            return ERROR
         raise
     except MisconfigurationException as error:
         # Of Lightning, such as a module without a loader or an accelerator that is not there.
         done()
         print(f"dpx: {error}", file=sys.stderr)
-        return 1
+        return ERROR
     except DPXError as error:
         done()
         # What was noted on the error, such as where it happened, would be lost with the traceback.
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"dpx: {error}{notes}", file=sys.stderr)
-        return 1
+        return ERROR
 
 
 def _suggest(given: Sequence[str], command: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.commands.usage import reading_arguments
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import (
     PACKAGE,
@@ -61,7 +62,8 @@ class ConfigCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Without Lightning's warning of arguments that are not the process's own."""
-        self.config = parser.parse_args(args)
+        with reading_arguments():
+            self.config = parser.parse_args(args)
 
     def before_instantiate_classes(self) -> None:
         """Makes the simulated devices, before anything runs a backward."""

@@ -20,6 +20,7 @@ from lightning_dpx.commands.plan_ranks import as_one_rank, check_ranks, num_rank
 from lightning_dpx.commands.plan_times import as_dicts, check_times, format_steps, machines_of, section_of
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.train import make_cli
+from lightning_dpx.commands.usage import DOES_NOT_FIT
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.lightning import (
     ActivationPlanner,
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         done()
     if found.fits:
         return 0
-    return 2
+    return DOES_NOT_FIT
 
 
 def _forecast(args: argparse.Namespace, others: Sequence[str]) -> tuple[DryRun, Settings, int | None]:

@@ -31,6 +31,7 @@ from lightning_dpx.commands.plan import (
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.train import make_cli
 from lightning_dpx.commands.tuned_config import KEYS, check_devices, config_of, key_of, tell_other_devices, tuned_config
+from lightning_dpx.commands.usage import DOES_NOT_FIT
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, PossibleUserWarning, Trainer
@@ -169,7 +170,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
             _write_report(candidates, basis, args.report)
     if best is not None:
         return 0
-    return 2
+    return DOES_NOT_FIT
 
 
 def _numbers(text: str | None) -> list[int]:
