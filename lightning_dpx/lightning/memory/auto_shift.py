@@ -1,6 +1,8 @@
 """Chooses the shifts of ``shifts="auto"`` at the first training step, when a batch is there to be traced."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +13,37 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
+from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.python_objects.preserve import preserve_rng_state
-from lightning_dpx.replicas import BatchSlice, ReplicaSet, UncuttableBatch
-from lightning_dpx.shifting import Shift, apply_shift, choose_parts, parts_of, scaled
+from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBatch
+from lightning_dpx.shifting import Part, Shift, apply_shift, choose_parts, parts_of, scaled
 from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import format_mib
 
 Step = Callable[[Any, Any, int], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What is shifted of one replica.
+
+    Attributes:
+        replica: Whose parts.
+        target: Where they go; ``None`` where all fits.
+        names: The parts.
+        needs: Bytes on the replica's device and on the target, beside what is there.
+        room: Bytes that both may still take.
+    """
+
+    replica: Replica
+    target: torch.device | None
+    names: list[str]
+    needs: tuple[int, int]
+    room: tuple[int, int]
+
+
 def shift_what_does_not_fit(
-    replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, optimizers: Sequence[Any]
+    replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, optimizers: Sequence[Any], budgets: Budgets
 ) -> list[Shift]:
     """Traces a few rows on one replica, predicts the whole slice, and shifts what does not fit on any device.
 
@@ -30,6 +52,8 @@ def shift_what_does_not_fit(
         slices: The parts of the first batch.
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
         optimizers: Their state follows the parameters.
+        budgets: What each device may take. Where no cut meets them, devices are filled as far as they go, and a plan
+            meets the budgets by computing again.
 
     Raises:
         ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
@@ -39,43 +63,82 @@ def shift_what_does_not_fit(
         kept, total = _predict(replicas, slices[0], run)
     # A gradient, and what the optimizer keeps; of no optimizer as much as of Adam.
     per_parameter = 1 + most_states_of(optimizers, default=2)
-    spares = spare_devices(replicas.devices)
     parts = parts_of(replicas.root.module, kept)
     # What the step keeps outside of parts that could be moved stays on the replica's device.
     elsewhere = total - sum(part.kept for part in parts)
     if len(slices) > 1:  # gradients on their way between the replicas, in buckets
         elsewhere += 3 * sum(part.parameters for part in parts)
-    chosen: list[Shift] = []
+    cuts = partial(_cuts, replicas, slices, parts, elsewhere, per_parameter)
+    try:
+        found = cuts(partial(budgets.room, homes=replicas.devices))
+    except ConfigurationError as error:
+        if budgets.given is None:
+            raise
+        found = cuts(free_bytes)
+        rank_zero_info(f"dpx: a plan is to meet the budget, as shifts alone cannot: {error}")
+    chosen = []
+    for cut in found:
+        if cut.target is not None:
+            chosen.append(_applied(cut, cut.target))
+        else:
+            takes = f"{format_mib(cut.needs[0], 0)} of its {format_mib(cut.room[0], 0)}"
+            rank_zero_info(f"dpx: {cut.replica.device} needs {takes}; nothing is shifted.")
+    _move_states(optimizers)
+    return chosen
+
+
+def _cuts(
+    replicas: ReplicaSet,
+    slices: Sequence[BatchSlice],
+    parts: Sequence[Part],
+    elsewhere: int,
+    per_parameter: int,
+    room_on: Callable[[torch.device], int],
+) -> list[_Cut]:
+    """What is to be shifted of every replica, so that no device takes more than it has room for.
+
+    Raises:
+        ConfigurationError: no spare device, or no cut that fits.
+    """
+    spares = spare_devices(replicas.devices)
+    cuts = []
     for batch_slice in slices:
         device = batch_slice.replica.device
         # Every replica has a target of its own, or two would fill one spare device.
-        target = max(spares, key=free_bytes, default=None)
-        free = free_bytes(device), free_bytes(target) if target is not None else 0
+        target = max(spares, key=room_on, default=None)
+        room = room_on(device), room_on(target) if target is not None else 0
         rows = bytes_of_tensors(batch_slice.batch)
-        names, needs = choose_parts(parts, elsewhere + rows, free, per_parameter)
+        names, needs = choose_parts(parts, elsewhere + rows, room, per_parameter)
         if not names:
-            rank_zero_info(
-                f"dpx: {device} needs {format_mib(needs[0], 0)} of its {format_mib(free[0], 0)}; nothing is shifted."
-            )
+            cuts.append(_Cut(batch_slice.replica, None, names, needs, room))
             continue
         if target is None:
             raise ConfigurationError(
-                f"shifts='auto': {device} needs more than its {format_mib(free[0], 0)}, and no device is spare; "
+                f"shifts='auto': {device} needs more than its {format_mib(room[0], 0)}, and no device is spare; "
                 "start fewer replicas."
             )
         spares.remove(target)
-        chosen.append(apply_shift(batch_slice.replica.module, names, {device: target}))
-        here = f"{device}: {format_mib(needs[0], 0)} of {format_mib(free[0], 0)}"
-        there = f"{target}: {format_mib(needs[1], 0)} of {format_mib(free[1], 0)}"
-        rank_zero_info(f"dpx: shifts {device} -> {target}: {', '.join(names)}\n     {here}    {there}")
-    # A resumed run has optimizer state by now, from before the parameters were moved.
+        cuts.append(_Cut(batch_slice.replica, target, names, needs, room))
+    return cuts
+
+
+def _applied(cut: _Cut, target: torch.device) -> Shift:
+    device = cut.replica.device
+    shift = apply_shift(cut.replica.module, cut.names, {device: target})
+    here = f"{device}: {format_mib(cut.needs[0], 0)} of {format_mib(cut.room[0], 0)}"
+    there = f"{target}: {format_mib(cut.needs[1], 0)} of {format_mib(cut.room[1], 0)}"
+    rank_zero_info(f"dpx: shifts {device} -> {target}: {', '.join(cut.names)}\n     {here}    {there}")
+    return shift
+
+
+def _move_states(optimizers: Sequence[Any]) -> None:
+    """A resumed run has optimizer state by now, from before the parameters were moved."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 # Scalars such as Adam's step counter stay: torch keeps them on the host on purpose.
                 if isinstance(value, torch.Tensor) and value.ndim:
                     state[name] = value.to(parameter.device)
-    return chosen
 
 
 def _predict(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> tuple[dict[str, int], int]:

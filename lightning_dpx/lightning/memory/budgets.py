@@ -153,6 +153,21 @@ class Budgets:
         present = 0 if is_host(device) else allocated_and_peak(device)[0]
         return present + int(free_bytes(device) * (1 - _MARGIN))
 
+    def room(self, device: torch.device, homes: Sequence[torch.device]) -> int:
+        """Bytes that may still be allocated on ``device``: what is free, or what its budget leaves of that.
+
+        Args:
+            device: Of a replica, or where parts of one may be shifted to.
+            homes: Of the replicas.
+        """
+        free = free_bytes(device)
+        # "auto" allows what is free. A device without a budget is asked about before parts are shifted there.
+        if self.given is None or (self._each is not None and device not in self._each):
+            return free
+        if self.is_measured(device, homes):
+            return free
+        return max(0, min(free, self.limit(device, homes) - allocated_and_peak(device)[0]))
+
     def is_measured(self, device: torch.device, homes: Sequence[torch.device]) -> bool:
         """Whether :meth:`limit` is what happens to be free, and so another number in every run."""
         budget = self.given if self._each is None else self._budget_of(self._each, device)

@@ -255,3 +255,28 @@ def test_looks_at_later_batches_copy_nothing_of_other_replicas(sim: Any) -> None
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     # Shadows have buffers of their own, which wait to be collected.
     assert max(notes.allocated) - notes.allocated[0] < 0.1 * parameters
+
+
+@pytest.mark.parametrize(
+    ("memory", "budget", "is_enough"),
+    [("15MiB", "4MiB", True), ("15MiB", {"sim:0": "3.5MiB", "sim:1": "5MiB"}, True), ("15MiB", "2.75MiB", False)],
+    ids=["one for all", "each its own", "too small for shifts alone"],
+)
+def test_shifts_auto_looks_at_the_budget_and_not_at_what_the_device_has(
+    memory: str, budget: Any, is_enough: bool, sim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dpx.simulate(2, memory=memory)
+    with caplog.at_level("INFO"):
+        ours = trained(tower(dropout=0.0), shifts="auto", memory_budget=budget)
+    peaks = [sim.max_memory_allocated(device) for device in range(2)]
+    dpx.simulate(8)
+    assert_equal(ours, plain(), bitwise=True)
+    limits = list(budget.values()) if isinstance(budget, dict) else [budget, budget]
+    for peak, limit in zip(peaks, limits, strict=True):
+        assert peak <= float(limit.removesuffix("MiB")) * MIB
+    told = [record.message for record in caplog.records]
+    assert any("dpx: shifts sim:0 -> sim:1" in text for text in told) == is_enough
+    # What shifts cannot do is left to a plan, and said.
+    assert (
+        any("a plan is to meet the budget, as shifts alone cannot: shifts='auto'" in text for text in told) != is_enough
+    )
