@@ -5,6 +5,11 @@ accelerator ``"sim"``, in ``lightning`` or in ``pytorch_lightning``, whichever i
 :mod:`lightning_dpx.lightning.lightning_api`.
 """
 
+# ruff: noqa: E402  what follows takes seconds, in which a program may be ended
+from lightning_dpx.command_start import tell_in_one_line
+
+tell_in_one_line()
+
 from lightning_dpx.activations import Activation, trace_activations
 from lightning_dpx.errors import (
     BudgetError,
