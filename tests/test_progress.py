@@ -4,8 +4,10 @@ import io
 import sys
 from typing import Any
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from torch import nn
 
 from lightning_dpx import progress
@@ -59,3 +61,30 @@ def test_an_error_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None
     assert file.getvalue().endswith(" \r")
     progress.at("after it")  # goes nowhere
     assert "after" not in file.getvalue()
+
+
+CELLS = [
+    "from lightning_dpx import progress",  # with what libraries say of their import
+    """
+setattr(progress, "_PATIENCE", 0.0)
+setattr(progress, "_PAUSE", 0.0)
+bar = progress.shown("planning memory")
+bar.__enter__()
+progress.at("timing steps")
+progress.at("trying operators", 1, 2)
+""",
+]
+SHOWN = "dpx: planning memory, 0 s: trying operators [##########          ]  50%"
+
+
+@pytest.mark.parametrize(("then", "left"), [("pass", SHOWN), ("_ = bar.__exit__(None, None, None)", "")])
+def test_a_cell_of_a_notebook_shows_how_far_it_is_and_is_empty_in_the_end(then: str, left: str) -> None:
+    """In a kernel of its own, as a person runs it."""
+    cells = [nbformat.v4.new_code_cell(source) for source in (*CELLS, then)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, kernel_name="python3", timeout=200).execute()
+    _, shows, last = notebook.cells
+    # One output, and none on standard error.
+    outputs = [(output.output_type, output.get("data")) for output in shows.outputs]
+    assert outputs == [("display_data", {"text/plain": left})]
+    assert last.outputs == []
