@@ -39,7 +39,7 @@ from lightning_dpx.devices.memory import (
 )
 from lightning_dpx.devices.offload import OffloadedTensor
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
-from lightning_dpx.devices.timing import Stopwatch
+from lightning_dpx.devices.timing import Stopwatch, is_modelled
 
 __all__ = [
     "Capacity",
@@ -67,6 +67,7 @@ __all__ = [
     "moved",
     "named_devices",
     "num_direct_links",
+    "is_modelled",
     "num_usable_cpus",
     "present_devices",
     "raises_out_of_memory",

@@ -8,6 +8,11 @@ import torch
 from lightning_dpx.devices.identity import is_host
 
 
+def is_modelled(device: torch.device) -> bool:
+    """Whether seconds of ``device`` are those of a model of it, and no time that passes: it is simulated."""
+    return device.type == "sim"
+
+
 class Stopwatch:
     """How long a device works on what is queued between :meth:`start` and :meth:`stop`, without waiting for it."""
 

@@ -60,4 +60,5 @@ def _draw_bars(axes: Any, points: Sequence[StepPoint], places: Sequence[int]) ->
                       fontsize=8)  # fmt: skip
     axes.set(ylabel="milliseconds of a step")
     axes.set_title("Time of a step, and the share of it in which devices compute")
-    axes.legend(frameon=False, fontsize=9)
+    # Bars fill the axes, so their names stand beside these.
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -48,7 +48,10 @@ def draw_report(
     if page is None:
         return
     title, heads, rows = table
-    sections = [Section(title.removeprefix("dpx: ").capitalize(), _TEXT, heads, rows, [devices])]
+    said = title.removeprefix("dpx: ")
+    # Its first letter alone: the others are those of units, too.
+    heading = said[:1].upper() + said[1:]
+    sections = [Section(heading, _TEXT, heads, rows, [devices])]
     for device, (plan, _) in plans.items():
         figures = [drawn[device]] if device in drawn else []
         sections.append(Section(f"Plan of {device}", figures=figures, printed=format_plan(plan, most_rows=1000)))

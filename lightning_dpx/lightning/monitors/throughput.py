@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.devices import Stopwatch, canonical_device, synchronize
+from lightning_dpx.devices import Stopwatch, canonical_device, is_modelled, synchronize
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_dpx.lightning.monitors.base import (
     Pace,
@@ -234,6 +234,9 @@ class DeviceThroughputMonitor(Callback):
                 for index, work in enumerate(self.last)
             ]
             title = f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s"
+            # Beside the rate of a progress bar, which is that of this machine.
+            if any(is_modelled(torch.device(work.device)) for work in self.last):
+                title += " in the modelled time of simulated devices"
             if self.waiting_ms is not None:
                 heads.append("waiting ms")
                 for row in rows:

@@ -199,7 +199,7 @@ def test_a_report_shows_planned_against_measured(tmp_path: Path) -> None:
     strategy = dpx.DPXStrategy(memory_budget=budget, execution="inline")
     trainer = make_trainer(strategy=strategy, devices=2, callbacks=[monitor], **on_sim)
     trainer.fit(seeded(), make_loader(), make_loader())
-    text = check_report(page, ["planned", "Plan of sim:0", "activations: peak"])
+    text = check_report(page, ["planned", "Plan of sim:0", "activations: peak", "Memory of the last step, in MiB"])
     assert text.count("<svg") == 3, "the devices and two plans"
     for device, memory in monitor.last.items():
         assert memory.budget == budget[str(device)]

@@ -53,6 +53,18 @@ def test_the_slow_device_idles_less() -> None:
     assert fast.idle_pct > slow.idle_pct + 30
 
 
+@pytest.mark.parametrize(("accelerator", "is_modelled"), [pytest.param("sim", True, marks=sim_only), ("cpu", False)])
+def test_a_rate_in_modelled_time_says_so(accelerator: str, is_modelled: bool, caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        make_trainer(
+            strategy="dpx", accelerator=accelerator, devices=2, max_steps=2, callbacks=[dpx.DeviceThroughputMonitor()]
+        ).fit(seeded(), make_loader(), make_loader())
+    title = next(record.message for record in caplog.records if "work of the last step" in record.message).splitlines()[
+        0
+    ]
+    assert title.endswith("samples/s in the modelled time of simulated devices") == is_modelled
+
+
 @pytest.mark.parametrize("strategy", ["auto", "dpx"])
 def test_one_device_is_one_replica(strategy: str) -> None:
     monitor = dpx.DeviceThroughputMonitor(table=False)
