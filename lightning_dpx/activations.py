@@ -63,6 +63,9 @@ def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
     Returns:
         One entry per saved tensor, without parameters, buffers and the inputs themselves.
 
+    Raises:
+        ConfigurationError: ``module`` is none. Errors of its own step are passed on.
+
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         >>> sum(one.num_bytes for one in dpx.trace_activations(net, torch.ones(4, 8)))

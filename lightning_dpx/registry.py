@@ -27,6 +27,9 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """A class decorator that makes the class available under ``name``.
 
+        Args:
+            name: By which it is chosen.
+
         Raises:
             ConfigurationError: ``name`` is no name, or belongs to another class already; or what is decorated is not a
                 class of this kind.

@@ -51,3 +51,13 @@ def test_the_example_of_a_public_name_runs(name: str, sim: Any, tmp_path: Any, m
         for added in set(registry) - known:
             registry.unregister(added)
     assert not runner.failures, "".join(printed)
+
+
+@pytest.mark.parametrize("name", [name for name in dpx.__all__ if inspect.isfunction(getattr(dpx, name))])
+def test_the_help_of_a_public_function_says_its_arguments_and_errors(name: str) -> None:
+    function = getattr(dpx, name)
+    text = inspect.getdoc(function) or ""
+    assert "Raises:\n" in text
+    # Arguments of one line may be explained by its sentence.
+    missing = [argument for argument in inspect.signature(function).parameters if argument not in text]
+    assert missing == []

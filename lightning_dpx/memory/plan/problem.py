@@ -248,6 +248,13 @@ PLANNERS: Registry[Planner] = Registry("planner", Planner)
 def register_planner(name: str) -> Callable[[P], P]:
     """A class decorator that makes a :class:`Planner` available as ``planner=name``.
 
+    Args:
+        name: Of the planner. A registered one of the same class may be registered again.
+
+    Raises:
+        ConfigurationError: ``name`` is no name, or belongs to another class already; or what is decorated is no
+            subclass of ``Planner``.
+
     Examples:
         >>> from lightning_dpx.memory.plan.problem import Choice, Planner
         >>> @dpx.register_planner("keep_all")
