@@ -38,6 +38,7 @@ from lightning_dpx.lightning.memory.dry_run import (
 )
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
+from lightning_dpx.lightning.quiet import quiet_lightning
 from lightning_dpx.memory import Planner, Profile, extrapolate
 from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.notebook import html_table
@@ -287,18 +288,6 @@ def tune(
     check_is_module(module)
     if not devices:
         raise ConfigurationError("devices is empty; give at least one device.")
-    # Its hooks, loaders and precision are needed; none of what it would print or write is.
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision=precision,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
     settings = Settings(
         devices=tuple(named_devices(devices)),
         budget=None if budget is None else parse_bytes("budget", budget),
@@ -308,8 +297,20 @@ def tune(
     if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Sequence):
         raise ConfigurationError(f"batch_sizes={batch_sizes!r} is not allowed; give a list of numbers of rows.")
     options = TuneOptions(batch_sizes=tuple(batch_sizes)) if batch_sizes else None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
+        # Its hooks, loaders and precision are needed; none of what it would print or write is.
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            precision=precision,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
         return tune_batch_size(trainer, module, data, settings, options)
 
 

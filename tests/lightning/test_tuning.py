@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
@@ -215,3 +216,11 @@ def test_a_budget_for_a_device_whose_batch_is_too_large_names_the_least_it_needs
     assert not device.fits
     assert device.needed == device.smallest > device.budget
     assert replace(device, budget=device.needed, plan=None).needed == device.needed
+
+
+def test_lightning_says_nothing_of_a_run_that_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        dpx.tune(Shallow(), Rows(), batch_sizes=(64,))
+        assert [record.message for record in caplog.records] == []
+        rank_zero_info("it speaks again")
+    assert [record.message for record in caplog.records] == ["it speaks again"]
