@@ -20,6 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, had no room."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    # Other errors of the same allocator have other texts.
     return isinstance(error, RuntimeError) and _OF_HOST in str(error)
 
 
@@ -36,6 +37,7 @@ def raises_out_of_memory(run: Callable[P, T]) -> Callable[P, T]:
             if not is_out_of_memory(error):
                 raise
             found = torch.OutOfMemoryError(*error.args).with_traceback(error.__traceback__)
+            # What was said of it on its way here.
             found.__notes__ = getattr(error, "__notes__", [])
         # Out here, as an error that another one is the context of would hold its frames, and they the tensors
         # that did not fit.

@@ -118,6 +118,7 @@ def _empty_like(trainer: Trainer, module: LightningModule, logged: Sequence[Logg
 
 
 def _trainer_for(trainer: Trainer, run: EmptyRun, clock: Callback) -> Trainer:
+    # What callbacks and loggers take depends on them, and is no part of every step.
     accumulate = trainer.accumulate_grad_batches
     return Trainer(
         accelerator="cpu",

@@ -98,6 +98,7 @@ class _Search:
         """Goes to everything that waits, and to what is behind it."""
         while self._waiting and len(self._seen) < _MOST_OBJECTS:
             path, value, is_shared = self._waiting.popleft()
+            # Registries lead to modules, and those to registries.
             if id(value) in self._seen:
                 continue
             self._seen.add(id(value))
@@ -112,6 +113,7 @@ class _Search:
         if size_of(held) > max(_MOST_ITEMS, 2 * len(self._ids)):
             return
         items = items_of(held)
+        # What is shared finds its parts by its keys; a list finds nothing by its items, but may be searched for ids.
         if isinstance(held, dict):
             self._look_at_keys(path, list(dict.keys(held)), is_shared=is_shared)
         elif not isinstance(held, set | frozenset):
@@ -159,6 +161,7 @@ def _methods_of(module: nn.Module) -> Iterator[types.FunctionType]:
     kinds: dict[type, None] = {}
     for child in module.modules():
         kinds.update(dict.fromkeys(type(child).__mro__))
+    # What a step calls may be the method of an object that the module holds.
     kinds.update(dict.fromkeys(classes_of_held(module)))
     for kind in kinds:
         if is_library(kind):

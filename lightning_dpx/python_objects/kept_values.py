@@ -15,7 +15,8 @@ from lightning_dpx.python_objects.object_graph import content_of
 from lightning_dpx.python_objects.own_attributes import own_attributes
 
 _WITHOUT_STATE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType)
-_NUMBERS_IN_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+# The class that all numbers of ctypes have in common has no public name.
+_NUMBERS_IN_C: Any = (ctypes.c_int.__mro__[1], ctypes.Array, ctypes.Structure, ctypes.Union)
 
 
 def kept_values(value: Any) -> dict[str, Any] | None:
@@ -32,6 +33,7 @@ def kept_values(value: Any) -> dict[str, Any] | None:
         return {"items": list(value)}
     if isinstance(value, _NUMBERS_IN_C):
         return {"bytes": bytes(value)}
+    # A class with slots may have a base without, whose attributes are in a dict.
     slots = dict(slot_contents(value))
     own = own_attributes(value)
     if own is None and not slots:
@@ -51,6 +53,7 @@ def _kept_by_function(function: types.FunctionType) -> dict[str, Any]:
         # A function that names itself has captured itself.
         if captured is not function:
             found[name] = captured
+    # Default values belong to the last of the arguments.
     given = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
     if given:

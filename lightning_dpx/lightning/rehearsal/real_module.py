@@ -36,6 +36,7 @@ class RealModule:
         self._objects = Reached(state, module)
         self._shared = shared
         self._parameters = parameters
+        # Of both kinds, as either may keep what it has seen.
         self._has_hooks = any(backward_hooks_of(one) or post_accumulate_hooks_of(one) for _, one in parameters)
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.reached: list[str] = []
@@ -54,6 +55,7 @@ class RealModule:
         """
         found = list(self._shared.written_buffers)
         for name, parameter in self._parameters:
+            # The shadow has parameters of its own, and gradients there are none of these.
             if parameter.grad is not None:
                 parameter.grad = None
                 found.append(name)

@@ -307,6 +307,7 @@ class NotedCalls:
         sampled = self._sampled(numbers)
         right = self._faithful(sampled, meter)
         untried = sorted(set(numbers).difference(sampled))
+        # Where one is not as it was, each is asked for itself.
         if len(right) < len(sampled):
             right += self._faithful(untried, meter)
             untried = []
@@ -327,6 +328,7 @@ class NotedCalls:
     def _sampled(self, numbers: Sequence[int]) -> list[int]:
         """Of calls of a kind, those that are made again to see whether they all may be."""
         within = [number for number in numbers if self._around(self._noted[number].parent) >= 0]
+        # So few are tried as fast as they are told apart.
         if len(within) <= _SAMPLES:
             return list(numbers)
         # The first and the last are the most likely to be other than the rest.

@@ -108,6 +108,7 @@ class _Trials:
         kind = self._kind_of(value)
         is_known = len(self._times.get(kind, ())) >= _FEWEST_TIMES
         if is_known:
+            # Its own time counts for nothing: it may have found its inputs in no cache.
             self._kinds[value] = kind
         elif meter.is_sure_at_once:
             self.note(value, trial.seconds)
