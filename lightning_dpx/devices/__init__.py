@@ -39,7 +39,7 @@ from lightning_dpx.devices.memory import (
 )
 from lightning_dpx.devices.offload import OffloadedTensor
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
-from lightning_dpx.devices.timing import Stopwatch, is_modelled
+from lightning_dpx.devices.timing import Stopwatch, is_modelled, modelled_rates
 
 __all__ = [
     "Capacity",
@@ -64,6 +64,7 @@ __all__ = [
     "is_host",
     "is_out_of_memory",
     "linked_groups",
+    "modelled_rates",
     "moved",
     "named_devices",
     "num_direct_links",

@@ -1,7 +1,8 @@
 """How long a device works."""
 
+import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +12,27 @@ from lightning_dpx.devices.identity import is_host
 def is_modelled(device: torch.device) -> bool:
     """Whether seconds of ``device`` are those of a model of it, and no time that passes: it is simulated."""
     return device.type == "sim"
+
+
+class ModelledRates(NamedTuple):
+    """What a simulated device does in a second of its clock.
+
+    Attributes:
+        bytes: Of operands and results of operators.
+        copied: Bytes from or to another device or the host; infinite where copies take no time.
+    """
+
+    bytes: float
+    copied: float
+
+
+def modelled_rates(device: torch.device) -> ModelledRates | None:
+    """The rates by which the clock of ``device`` goes; nothing of a device whose time passes by itself."""
+    # Only its name is there before the first device is simulated.
+    if not is_modelled(device) or not hasattr(torch, device.type):
+        return None
+    module = torch.get_device_module(device)
+    return ModelledRates(module.bytes_per_second(device), module.link_bytes_per_second() or math.inf)
 
 
 class Stopwatch:

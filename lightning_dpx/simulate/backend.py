@@ -143,6 +143,8 @@ class SimModule:
 
     def __init__(self) -> None:
         self._count = 1
+        self._speeds: dict[int, float] = {}
+        self._link = 0.0
 
     # ---- devices ----
 
@@ -164,6 +166,22 @@ class SimModule:
     def device_count(self) -> int:
         """Simulated devices."""
         return self._count
+
+    def set_rates(self, speeds: dict[int, float], link: float, latency: float) -> None:
+        """Changes the model of time: bytes a second by device, those between devices (0: no time), and seconds."""
+        for device, speed in speeds.items():
+            torch.ops.dpx_sim.set_speed(device, speed)
+        torch.ops.dpx_sim.set_link(link, latency)
+        self._speeds = dict(speeds)
+        self._link = link
+
+    def bytes_per_second(self, device: Any = None) -> float:
+        """Bytes of operands and results for which an operator takes a second."""
+        return self._speeds[self._index(device)]
+
+    def link_bytes_per_second(self) -> float:
+        """Bytes of a copy to another device or the host that takes a second; 0 where copies take no time."""
+        return self._link
 
     def set_device_count(self, count: int) -> None:
         """Changes how many simulated devices there are."""

@@ -80,13 +80,16 @@ def simulate(
     capacities = [0 if size is None else parse_bytes("memory", size) for size in each]
     # Arguments are checked before: compiling takes about 20 s.
     load_backend()
-    torch.get_device_module("sim").set_device_count(num_devices)
+    module = torch.get_device_module("sim")
+    module.set_device_count(num_devices)
+    rates = dict.fromkeys(range(MAX_DEVICES), BYTES_PER_SECOND)
+    for index, one in enumerate(speeds):
+        rates[index] = BYTES_PER_SECOND * one
+    module.set_rates(rates, bandwidth, float(latency))
     # Devices beyond the number are as they were at first, so that an earlier call leaves no limits.
     for index in range(MAX_DEVICES):
         torch.ops.dpx_sim.set_capacity(index, capacities[index] if index < num_devices else 0)
-        torch.ops.dpx_sim.set_speed(index, BYTES_PER_SECOND * (speeds[index] if index < num_devices else 1.0))
         torch.ops.dpx_sim.reset_peak(index)
-    torch.ops.dpx_sim.set_link(bandwidth, float(latency))
     # C++ holds this address for good; a function at the top of a module lives as long.
     torch.ops.dpx_sim.set_observer(cast(_observe, c_void_p).value)
     clear_traffic()

@@ -5,6 +5,7 @@ model of S. Williams, A. Waterman, D. Patterson, 2009), and what it takes to sta
 what matters is how these rates relate to each other, and not how fast the device is.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from lightning_dpx.devices import modelled_rates
 from lightning_dpx.torch_compat import TorchDispatchMode, key_of, schema_of
 
 aten: Any = torch.ops.aten
@@ -66,7 +68,13 @@ _LIKE_OTHERS = {  # without a formula of their own
 
 
 def rates_of(device: torch.device) -> Rates:
-    """The rates of the device's type; an unknown accelerator counts as a GPU."""
+    """The rates of the device's type; an unknown accelerator counts as a GPU.
+
+    A simulated device tells its own, by which its clock goes: there an operator takes what its bytes take.
+    """
+    modelled = modelled_rates(device)
+    if modelled is not None:
+        return Rates(flops=math.inf, bytes=modelled.bytes, host_bytes=modelled.copied, start=0.0)
     return RATES.get(device.type, RATES["cuda"])
 
 
