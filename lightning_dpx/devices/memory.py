@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_dpx.devices.identity import is_host
+from lightning_dpx.devices.memory_groups import group_memory
 from lightning_dpx.torch_compat import pynvml_handler
 
 
@@ -60,6 +61,10 @@ def capacity_of(device: torch.device) -> Capacity:
     """What ``device`` has, and who holds it."""
     if is_host(device):
         total = os.sysconf("SC_PHYS_PAGES") * _PAGE
+        group = group_memory()
+        # In a container or a job of a scheduler the rest of the machine is none of ours.
+        if group is not None:
+            total = min(total, group.limit)
         resident = _resident_bytes()
         return Capacity(resident, total, max(0, total - free_bytes(device) - resident))
     module = torch.get_device_module(device)
@@ -95,7 +100,14 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _available_bytes() -> int:
-    """Of the host: free pages, and those of files that Linux gives up on demand."""
+    """Of the host: free pages, and those of files that Linux gives up on demand; no more than its group may use."""
+    group = group_memory()
+    if group is None:
+        return _available_on_host()
+    return min(group.free, _available_on_host())
+
+
+def _available_on_host() -> int:
     if not os.path.exists("/proc/meminfo"):
         return os.sysconf("SC_AVPHYS_PAGES") * _PAGE
     with open("/proc/meminfo", encoding="ascii") as file:
