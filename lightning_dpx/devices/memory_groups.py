@@ -1,6 +1,6 @@
 """The memory that a container or a job scheduler leaves a process of its host: control groups of Linux.
 
-A process beyond it is killed without an error, however much the machine has. Groups are nested, each with a limit or not.
+A process beyond it is killed without an error, however much the machine has. Groups are nested, with or without limits.
 
     version 2    /sys/fs/cgroup/GROUP/memory.max                         "max" without a limit
     version 1    /sys/fs/cgroup/memory/GROUP/memory.limit_in_bytes       a number larger than any memory without one
