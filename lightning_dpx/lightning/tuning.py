@@ -337,7 +337,7 @@ def _tuned(
     lasting = lasting_bytes(trainer, module, settings)
     # A batch stays on its device for the whole step, beside what the step itself keeps.
     inputs = bytes_of_tensors(batch)
-    beside = _seconds_beside(trainer, module, batch, settings, profiles.logged(few))
+    beside = _seconds_beside(trainer, module, batch, settings, partial(profiles.logged, few))
     loading = _seconds_of_loading(trainer, settings) / current
     workload = parse_workload(settings.workload, len(settings.devices))
     found = []
@@ -375,7 +375,11 @@ def _runs_on_host(settings: Settings) -> bool:
 
 
 def _seconds_beside(
-    trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, logged: Sequence[LoggedValue]
+    trainer: Trainer,
+    module: LightningModule,
+    batch: Any,
+    settings: Settings,
+    logged: Callable[[], Sequence[LoggedValue]],
 ) -> float:
     """What a step takes beside forward and backward, however many rows it has."""
     if _runs_on_host(settings):
@@ -384,7 +388,8 @@ def _seconds_beside(
             "reducer": settings.reducer, "workload": settings.workload, "batch_dim": settings.batch_dim,
             "batch_slicer": settings.batch_slicer,
         }  # fmt: skip
-        run = EmptyRun(num_replicas=len(settings.devices), batch=batch, options=options, logged=logged)
+        # Asked only here, as that runs a step, which on the host is run anyway.
+        run = EmptyRun(num_replicas=len(settings.devices), batch=batch, options=options, logged=logged())
         return seconds_of_empty_step(trainer, module, run)
     # A step by hand runs its optimizers itself, so they are in its time already.
     if not module.automatic_optimization:

@@ -17,6 +17,7 @@ from lightning_dpx.lightning import DeviceForecast, Settings, dry_run
 from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, tune_batch_size
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.memory.profile.roofline import rates_of
+from lightning_dpx.torch_compat import FakeTensor
 from tests.commands.test_plan import Shallow
 from tests.conftest import make_trainer
 
@@ -130,6 +131,18 @@ def test_on_devices_that_are_not_here_the_optimizer_counts_by_its_bytes() -> Non
     one, two = dpx.tune(SlowlyUpdated(), SlowlyLoaded(), devices=["cuda:0"], batch_sizes=(64, 256)).batch_sizes
     held = sum(parameter.nbytes for parameter in SlowlyUpdated().parameters())
     assert one.beside == two.beside == 3 * held / rates_of(torch.device("cuda")).bytes
+
+
+class NeedsNothing(Shallow):
+    """May be far too large for this machine."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert isinstance(batch[0], FakeTensor), "a real step runs"
+        return super().training_step(batch, batch_idx)
+
+
+def test_for_devices_that_are_not_here_no_real_step_runs() -> None:
+    assert dpx.tune(NeedsNothing(), Rows(), devices=["cuda:0"], batch_sizes=(64,)).best is not None
 
 
 class Logs(Shallow):
