@@ -41,6 +41,11 @@ def raises_out_of_memory(run: Callable[P, T]) -> Callable[P, T]:
             found.__notes__ = getattr(error, "__notes__", [])
         # Out here, as an error that another one is the context of would hold its frames, and they the tensors
         # that did not fit.
-        raise found
+        try:
+            raise found
+        finally:
+            # Its traceback leads here, and a name here would lead back: it would stay with all frames until a look for
+            # cyclic garbage.
+            del found
 
     return alike

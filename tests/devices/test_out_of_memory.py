@@ -1,5 +1,7 @@
 """The host's allocator has an error of its own, and steps that run out of memory there are told from others by it."""
 
+import contextlib
+import gc
 import logging
 import weakref
 from contextvars import ContextVar
@@ -52,6 +54,24 @@ def test_it_gets_the_type_of_other_devices_and_holds_nothing_that_does_not_fit()
     del failed
     free_garbage()
     assert seen[0]() is None
+
+
+def test_what_does_not_fit_goes_with_the_error_and_waits_for_no_look_for_garbage() -> None:
+    seen: list[weakref.ref[Any]] = []
+
+    def step() -> None:
+        held = nn.Linear(2, 2)
+        seen.append(weakref.ref(held))
+        too_large()
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            raises_out_of_memory(step)()
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_other_errors_and_results_pass_as_they_are() -> None:
