@@ -1,5 +1,6 @@
 """Plans on modules: made, priced, put on and taken off, without touching the module's names, classes or code."""
 
+import inspect
 import logging
 import os
 import threading
@@ -670,9 +671,65 @@ class _RootHooks(CopiedEmpty):
 
 def _is_called_otherwise(module: nn.Module) -> bool:
     """Whether a call of ``module`` may run no hooks, as that of gpytorch's modules: their class has its own."""
-    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+    # Classes of torch that have one, too, and run hooks in it.
+    if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
+        return False
+    own = vars(module).get("forward")
+    # A copy of a module that follows a plan has the forward of its class.
+    if own is not None and not isinstance(own, _ForwardByPlan) and not _is_of_class(own, module):
         return False
     return type(module).__call__ is not nn.Module.__call__
+
+
+def _is_of_class(forward: Any, module: nn.Module) -> bool:
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
+class _ForwardByPlan:
+    """The forward of a module, which follows its plan; of a copy, which has none, its own forward.
+
+    Args:
+        module: Held weakly: it holds this, and is to go with the last name that it has.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardByPlan":
+        module = self._there()
+        return _ForwardByPlan(memo.get(id(module), module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What reads the file need not know this package: it takes the method of the class.
+        return getattr, (self._there(), "forward")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Libraries choose by it what they hand to a model.
+        return inspect.signature(self._of_class())
+
+    def _there(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("The module of this forward is gone; keep the module itself.")
+        return module
+
+    def _of_class(self) -> Any:
+        module = self._there()
+        return MethodType(type(module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._of_class()
+        applied = _APPLIED.get(self._there())
+        if applied is None:
+            return forward(*args, **kwargs)
+        output = None
+        applied.enter((args, kwargs))
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            applied.leave(output)
+        return output
 
 
 class _FollowingForward:
@@ -680,29 +737,13 @@ class _FollowingForward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        # A method, as copies of the module get it bound to themselves.
-        module.forward = MethodType(_forward_by_plan, module)
+        module.forward = _ForwardByPlan(module)
 
     def remove(self) -> None:
         """The forward is that of the class again."""
         module = self._module()
         if module is not None:
             vars(module).pop("forward", None)
-
-
-def _forward_by_plan(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of ``module``, which follows its plan; of a copy without one, its forward."""
-    applied = _APPLIED.get(module)
-    forward = type(module).forward
-    if applied is None:
-        return forward(module, *args, **kwargs)
-    output = None
-    applied.enter((args, kwargs))
-    try:
-        output = forward(module, *args, **kwargs)
-    finally:
-        applied.leave(output)
-    return output
 
 
 def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> AppliedPlan:

@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import inspect
+import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,3 +218,29 @@ def test_a_module_that_is_called_without_hooks_follows_its_plan() -> None:
     dpx.remove_plan(module)
     assert "forward" not in vars(module)
     assert torch.equal(module(x), plain(x))
+
+
+def test_a_module_that_is_called_without_hooks_goes_with_its_plan_and_can_be_written() -> None:
+    module, x = OwnCall(), torch.randn(256, 64)
+    dpx.apply_plan(module, dpx.search_plan(module, x, budget=0.5))
+    assert list(inspect.signature(module.forward).parameters) == ["x", "scale"]
+    expected = module(x)
+    duplicate = pickle.loads(pickle.dumps(module))
+    assert torch.equal(duplicate(x), expected)
+    plan = dpx.search_plan(duplicate, x, budget=0.5)
+    dpx.apply_plan(duplicate, plan)
+    assert peak_of_passing(lambda: duplicate(x).sum().backward()) <= 0.55 * (plan.unplanned_peak or 0)
+    held = weakref.ref(module)
+    gc.collect()
+    gc.disable()
+    try:
+        del module
+        assert held() is None, "nothing that it holds leads back to it"
+    finally:
+        gc.enable()
+
+
+def test_a_traced_module_with_a_plan_can_be_written() -> None:
+    module, x = torch.fx.symbolic_trace(OwnCall().body), torch.randn(256, 64)
+    dpx.apply_plan(module, dpx.search_plan(module, x, budget=0.5))
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
