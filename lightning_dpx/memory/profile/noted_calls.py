@@ -28,7 +28,6 @@ from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
 _LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
 _FEWEST_BYTES = SMALL  # of the tensors that calls save and that are too small for a decision of their own
-_SAMPLES = 3  # of a kind of calls in a call that was right
 _MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
 
 
@@ -301,40 +300,16 @@ class NotedCalls:
     def _right_of(self, numbers: Sequence[int], meter: TriesReplays) -> list[int]:
         """Those of a kind that give the same when they are made again.
 
-        Where a call round them gave the same, so did all that was called in it. Then a few of the kind tell whether
-        they may be made again by themselves, and what that takes.
+        Each is tried, also within a call that was right: one of them alone may depend on what that call does round it
+        and nobody sees, such as a context variable.
         """
-        sampled = self._sampled(numbers)
-        right = self._faithful(sampled, meter)
-        untried = sorted(set(numbers).difference(sampled))
-        # Where one is not as it was, each is asked for itself.
-        if len(right) < len(sampled):
-            right += self._faithful(untried, meter)
-            untried = []
-        if not right:
-            return []
-        like = self._noted[right[0]]
+        right = self._faithful(numbers, meter)
         # One of them may have been hit by whatever else the machine did at that moment; equal layers
         # are to have equal prices.
-        typical = statistics.median_low([self._noted[number].seconds for number in right])
-        for number in untried:
-            if _is_there(self._noted[number]):
-                self._noted[number].take_from(like)
-                right.append(number)
+        typical = statistics.median_low([self._noted[number].seconds for number in right]) if right else 0.0
         for number in right:
             self._noted[number].seconds = typical
         return right
-
-    def _sampled(self, numbers: Sequence[int]) -> list[int]:
-        """Of calls of a kind, those that are made again to see whether they all may be."""
-        within = [number for number in numbers if self._around(self._noted[number].parent) >= 0]
-        # So few are tried as fast as they are told apart.
-        if len(within) <= _SAMPLES:
-            return list(numbers)
-        # The first and the last are the most likely to be other than the rest.
-        left_out = set(within[1:-1])
-        left_out.discard(within[len(within) // 2])
-        return [number for number in numbers if number not in left_out]
 
     def _faithful(self, numbers: Sequence[int], meter: TriesReplays) -> list[int]:
         """Those of ``numbers``, of a kind, that give the same."""
@@ -532,14 +507,6 @@ def _given_to(noted: _Noted) -> list[torch.Tensor] | None:
             return None
         given.append(tensor)
     return given
-
-
-def _is_there(noted: _Noted) -> bool:
-    """Whether all that a call was given is there as it was."""
-    try:
-        return _given_to(noted) is not None
-    except NotRecomputable:
-        return False
 
 
 def _allocation_of(tensor: torch.Tensor, trace: MemoryTrace) -> Allocation | None:

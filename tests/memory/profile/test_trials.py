@@ -1,4 +1,4 @@
-"""What is one of many equal ones is made again once, to be compared; a few of them tell how long it takes."""
+"""What is one of many equal ones is made again once, to be compared; a few operators tell how long it takes."""
 
 from collections import Counter
 from contextvars import ContextVar
@@ -73,11 +73,11 @@ def test_of_equal_operators_a_few_are_timed(costs: CountingCosts) -> None:
     assert exps[0].seconds > 0
 
 
-def test_calls_within_calls_that_were_right_are_tried_in_part(costs: CountingCosts) -> None:
+def test_calls_within_calls_that_were_right_are_tried_as_well(costs: CountingCosts) -> None:
     module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     x = torch.randn(512, 32)
     profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
-    assert costs.calls == {"Layer": LAYERS, "Mixer": 3}
+    assert costs.calls == {"Layer": LAYERS, "Mixer": 2 * LAYERS}
     kinds = Counter(call.kind for call in profile.calls)
     assert kinds == {"Layer": LAYERS, "Mixer": 2 * LAYERS}
     assert len({call.seconds for call in profile.calls if call.kind == "Mixer"}) == 1
@@ -113,3 +113,26 @@ def test_a_call_that_is_right_only_within_another_one_is_not_made_again_by_itsel
     x = torch.randn(512, 32)
     profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
     assert Counter(call.kind for call in profile.calls) == {"Scaling": LAYERS}
+
+
+class OneScaled(nn.Module):
+    """One of its equal parts is given another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Scaled() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, part in enumerate(self.parts):
+            token = SCALE.set(0.5 if number == 2 else 2.0)
+            x = part(x)
+            SCALE.reset(token)
+        return x
+
+
+def test_one_call_of_many_equal_ones_that_is_right_only_within_another_one_is_found(costs: CountingCosts) -> None:
+    module = nn.Sequential(OneScaled(), OneScaled())
+    x = torch.randn(512, 32)
+    profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
+    assert Counter(call.kind for call in profile.calls) == {"OneScaled": 2, "Scaled": 2 * (LAYERS - 1)}
+    assert not {"0.parts.2", "1.parts.2"} & {call.name for call in profile.calls}
