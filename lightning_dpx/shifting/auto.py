@@ -82,7 +82,12 @@ def _is_inside(name: str, container: str) -> bool:
 
 
 def choose_parts(
-    parts: Sequence[Part], elsewhere: int, free: tuple[int, int], per_parameter: int = 3
+    parts: Sequence[Part],
+    elsewhere: int,
+    free: tuple[int, int],
+    per_parameter: int = 3,
+    *,
+    nearest: bool = False,
 ) -> tuple[list[str], tuple[int, int]]:
     """The fewest last parts to shift so that both devices have room, and the bytes that each will need.
 
@@ -91,6 +96,7 @@ def choose_parts(
         elsewhere: Bytes on the source that no part answers for: kept by functional operators between them, the batch.
         free: Bytes that the source and the target have now, with the parameters on the source.
         per_parameter: Gradients and optimizer state, in parameters' worth of bytes.
+        nearest: Whether the cut that lacks least will do where none fits.
 
     Raises:
         ConfigurationError: no cut fits; with the nearest one and what it lacks.
@@ -108,10 +114,12 @@ def choose_parts(
         if lacking == 0:
             return [part.name for part in go], (source, target)
         tried.append(_Cut(num_shifted=count, source=source, target=target, lacking=lacking))
-    nearest = min(tried, key=lambda cut: cut.lacking)
+    best = min(tried, key=lambda cut: cut.lacking)
+    if nearest:
+        return [part.name for part in parts[len(parts) - best.num_shifted :]], (best.source, best.target)
     raise ConfigurationError(
-        f"shifts='auto' found no cut that fits: with the last {nearest.num_shifted} of {len(parts)} parts shifted the "
-        f"devices need {nearest.source / MIB:.0f} and {format_mib(nearest.target, 0)} and have {room[0] / MIB:.0f} and "
+        f"shifts='auto' found no cut that fits: with the last {best.num_shifted} of {len(parts)} parts shifted the "
+        f"devices need {best.source / MIB:.0f} and {format_mib(best.target, 0)} and have {room[0] / MIB:.0f} and "
         f"{room[1] / MIB:.0f}. Use a smaller batch, or more devices."
     )
 

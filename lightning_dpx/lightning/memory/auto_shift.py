@@ -1,5 +1,6 @@
 """Chooses the shifts of ``shifts="auto"`` at the first training step, when a batch is there to be traced."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.activations import Activation, trace_run
-from lightning_dpx.devices import free_bytes, spare_devices
+from lightning_dpx.devices import spare_devices
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
@@ -52,8 +53,8 @@ def shift_what_does_not_fit(
         slices: The parts of the first batch.
         run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
         optimizers: Their state follows the parameters.
-        budgets: What each device may take. Where no cut meets them, devices are filled as far as they go, and a plan
-            meets the budgets by computing again.
+        budgets: What each device may take. Where no cut meets them, the one that lacks least is taken, and a plan meets
+            the budgets by computing again.
 
     Raises:
         ConfigurationError: too few rows to extrapolate from, no spare device, or no cut that fits.
@@ -68,13 +69,14 @@ def shift_what_does_not_fit(
     elsewhere = total - sum(part.kept for part in parts)
     if len(slices) > 1:  # gradients on their way between the replicas, in buckets
         elsewhere += 3 * sum(part.parameters for part in parts)
-    cuts = partial(_cuts, replicas, slices, parts, elsewhere, per_parameter)
+    room = partial(budgets.room, homes=replicas.devices)
+    cuts = partial(_cuts, replicas, slices, parts, elsewhere, per_parameter, room)
     try:
-        found = cuts(partial(budgets.room, homes=replicas.devices))
+        found = cuts()
     except ConfigurationError as error:
         if budgets.given is None:
             raise
-        found = cuts(free_bytes)
+        found = cuts(nearest=True)
         rank_zero_info(f"dpx: a plan is to meet the budget, as shifts alone cannot: {error}")
     chosen = []
     for cut in found:
@@ -94,8 +96,12 @@ def _cuts(
     elsewhere: int,
     per_parameter: int,
     room_on: Callable[[torch.device], int],
+    *,
+    nearest: bool = False,
 ) -> list[_Cut]:
     """What is to be shifted of every replica, so that no device takes more than it has room for.
+
+    With ``nearest`` it may take more, where nothing else can be.
 
     Raises:
         ConfigurationError: no spare device, or no cut that fits.
@@ -108,7 +114,9 @@ def _cuts(
         target = max(spares, key=room_on, default=None)
         room = room_on(device), room_on(target) if target is not None else 0
         rows = bytes_of_tensors(batch_slice.batch)
-        names, needs = choose_parts(parts, elsewhere + rows, room, per_parameter)
+        # Without a device to go to all stays, whatever that takes.
+        free = (sys.maxsize, 0) if nearest and target is None else room
+        names, needs = choose_parts(parts, elsewhere + rows, free, per_parameter, nearest=nearest)
         if not names:
             cuts.append(_Cut(batch_slice.replica, None, names, needs, room))
             continue
