@@ -130,7 +130,8 @@ class _Search:
             self.by_key.append(path)
 
     def _look_at_object(self, path: str, value: Any, *, is_shared: bool) -> None:
-        function = getattr(value, "__func__", value)
+        # Asked of methods alone: an object of the user may answer any name, or fail.
+        function = value.__func__ if isinstance(value, types.MethodType) else value
         if isinstance(function, types.FunctionType):
             self.functions.append(function)
         for name, held in (kept_values(value) or {}).items():

@@ -80,6 +80,22 @@ def test_a_hook_may_look_up() -> None:
     assert registries(net) == ["a hook of layer.names"]
 
 
+class AnswersByItsItems:
+    """A configuration that looks every name up, and fails with what a dict says."""
+
+    def __init__(self) -> None:
+        vars(self)["items"] = {"rate": 0.1}
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)["items"][name]
+
+
+def test_no_object_is_asked_for_a_name_that_it_may_not_have() -> None:
+    net = Net()
+    net.held = [AnswersByItsItems(), {id(net.layer): 1.0}]
+    assert registries(net) == ["self.held"]
+
+
 def test_keys_of_what_all_copies_share_are_found() -> None:
     net = NamesNoIds()
     assert registries(net) == []
