@@ -38,21 +38,26 @@ class SharedParameters:
     def __init__(
         self, parameters: Iterable[tuple[str, torch.Tensor]], buffers: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
-        named = [(name, tensor) for name, tensor in (*parameters, *buffers) if tensor.layout == torch.strided]
-        # By memory: a step may write a view of a parameter, or a tied one.
-        self._by_storage = {_storage(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
-        self._of_buffers = {_storage(tensor) for _, tensor in buffers if tensor.layout == torch.strided}
-        self._saved: dict[tuple[str, int], torch.Tensor] = {}
+        parameters = list(parameters)
+        # By memory: a step may write a view of a parameter, or a tied one. Two of them may be views of one memory, each
+        # of another part, and replicas on one device have the same ones.
+        self._by_storage: dict[tuple[str, int], dict[Any, tuple[str, torch.Tensor]]] = {}
+        for name, tensor in (*parameters, *buffers):
+            if tensor.layout == torch.strided and tensor.numel():
+                part = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+                self._by_storage.setdefault(_storage(tensor), {}).setdefault(part, (name, tensor))
+        self._of_parameters = {_storage(tensor) for _, tensor in parameters if tensor.layout == torch.strided}
+        self._saved: dict[tuple[str, int], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
 
     @property
     def written(self) -> list[str]:
         """Names of the parameters that were written."""
-        return [self._by_storage[key][0] for key in self._saved if key not in self._of_buffers]
+        return [saved[0][0] for key, saved in self._saved.items() if key in self._of_parameters]
 
     @property
     def written_buffers(self) -> list[str]:
-        """Names of the buffers that were written."""
-        return [self._by_storage[key][0] for key in self._saved if key in self._of_buffers]
+        """Names of the buffers that were written, and are no views of parameters."""
+        return [saved[0][0] for key, saved in self._saved.items() if key not in self._of_parameters]
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """An operator is about to write ``tensor``."""
@@ -61,14 +66,16 @@ class SharedParameters:
         key = _storage(tensor)
         # The first write alone: later ones find what the step has made of it.
         if key in self._by_storage and key not in self._saved:
-            self._saved[key] = self._by_storage[key][1].detach().clone()
+            held = self._by_storage[key].values()
+            self._saved[key] = [(name, one, one.detach().clone()) for name, one in held]
 
     def restore(self) -> None:
         """All parameters hold what they held, to the bit."""
-        for key, values in self._saved.items():
-            # Through .data, which no version counts: the parameters are what they were for all who
-            # ask.
-            self._by_storage[key][1].data.copy_(values)
+        for saved in self._saved.values():
+            for _, tensor, values in saved:
+                # Through .data, which no version counts: the parameters are what they were for all who
+                # ask.
+                tensor.data.copy_(values)
         self._saved.clear()
 
 

@@ -617,3 +617,21 @@ class ScaledByKey(Scored):
 def test_parts_that_are_looked_up_by_who_they_are_have_whole_batches(kind: type[Scored], told: str) -> None:
     """Of another copy nothing is found there: numbers were wrong without a word, as no copy was right."""
     check_trains_on_whole_batches(kind, told)
+
+
+class ShrinksWhatABufferViews(Scored):
+    """Decays its weights in its forward; a buffer is a view of some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = next(self.parameters())
+        self.register_buffer("first", weight.data[:, :2])
+
+    def scores(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            next(self.parameters()).mul_(0.9)
+        return super().scores(batch)
+
+
+def test_a_check_puts_back_parameters_of_which_a_buffer_is_a_view() -> None:
+    check_trains_on_whole_batches(ShrinksWhatABufferViews, "writes parameter")

@@ -57,6 +57,21 @@ class WritesABuffer(Model):
         return F.cross_entropy(logits - self.mean, batch[1])
 
 
+class WritesBuffersOfOneMemory(Model):
+    """Both are rows of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(2, 3)
+        self.register_buffer("first", table[0])
+        self.register_buffer("last", table[1])
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        MODELS[0].first.add_(1.0)
+        MODELS[0].last.add_(1.0)
+        return super().loss(batch)
+
+
 class AddsUpGradients(Model):
     """Two batches for a step, by hand: gradients that a check left would be added to."""
 
@@ -80,7 +95,7 @@ def fitted(kind: type[Model], **options: Any) -> tuple[dict[str, torch.Tensor], 
     return {name: value.cpu() for name, value in model.state_dict().items()}, model.num_steps, model.seen
 
 
-@pytest.mark.parametrize("kind", [Counts, Appends, WritesABuffer, AddsUpGradients])
+@pytest.mark.parametrize("kind", [Counts, Appends, WritesABuffer, WritesBuffersOfOneMemory, AddsUpGradients])
 @pytest.mark.parametrize("accelerator", ["cpu", "sim"])
 def test_what_leads_to_the_module_from_outside(kind: type[Model], accelerator: str, sim: Any) -> None:
     with warnings.catch_warnings(record=True) as told:
