@@ -27,18 +27,24 @@ def kept_values(value: Any) -> dict[str, Any] | None:
         return _kept_by_function(value)
     if isinstance(value, types.MethodType):
         return {"__self__": value.__self__, **_kept_by(value.__func__)}
+    found = _kept_in_c(value)
+    own = own_attributes(value)
+    if found is None:
+        found = dict(slot_contents(value))
+        if own is None and not found:
+            return None
+    return {**found, **(own or {})}
+
+
+def _kept_in_c(value: Any) -> dict[str, Any] | None:
+    """What an object keeps beside its attributes; ``None`` if it is of no kind that does."""
     if isinstance(value, functools.partial):
         return {**_kept_by(value.func), "args": value.args, **value.keywords}
     if isinstance(value, array.array | bytearray):
         return {"items": list(value)}
     if isinstance(value, _NUMBERS_IN_C):
         return {"bytes": bytes(value)}
-    # A class with slots may have a base without, whose attributes are in a dict.
-    slots = dict(slot_contents(value))
-    own = own_attributes(value)
-    if own is None and not slots:
-        return None
-    return {**slots, **(own or {})}
+    return None
 
 
 def _kept_by(function: Any) -> dict[str, Any]:

@@ -57,6 +57,22 @@ class InAnArray:
         return self.counts[0]
 
 
+class BytesWithACount(bytearray):
+    count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class PartialWithACount(functools.partial[int]):
+    count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
 class InANumberOfC:
     def __init__(self) -> None:
         self.count = ctypes.c_int(0)
@@ -184,6 +200,8 @@ KINDS = [
     (Decays, InANumberOfC, "self.schedule.count.bytes is"),
     (Decays, lambda: Called().__call__, "self.schedule.__self__.count is 1 on one device, 2 in slices"),
     (Decays, lambda: functools.partial(Called()), "self.schedule.count is 1 on one device, 2 in slices"),
+    (Decays, BytesWithACount, "self.schedule.count is 1 on one device, 2 in slices"),
+    (Decays, lambda: PartialWithACount(int), "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, closure, "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, with_attribute, "self.schedule.count is 1 on one device, 2 in slices"),
     (Decays, with_default, "self.schedule.counts.0 is 1 on one device, 2 in slices"),
