@@ -124,3 +124,21 @@ def test_what_is_logged_past_self_log_is_logged_as_on_one_device(kind: type[Clas
     with pytest.warns(UserWarning, match="training_step gets all of its batches whole.* past self.log"):
         ours = logged(strategy=dpx.DPXStrategy(execution=execution), devices=2)
     assert_equal(ours, logged())
+
+
+class LogsInItsBackward(Classifier):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.log("in_backward", loss.detach(), on_step=False, on_epoch=True)
+        super().backward(loss, *args, **kwargs)
+
+
+def test_a_backward_that_logs_leaves_steps_their_slices(execution: str, recwarn: pytest.WarningsRecorder) -> None:
+    """It is called once for the whole batch."""
+    logged = []
+    for options in ({}, {"strategy": dpx.DPXStrategy(execution=execution), "devices": 2}):
+        torch.manual_seed(0)
+        trainer = make_trainer(max_epochs=1, **options)
+        trainer.fit(LogsInItsBackward(), make_loader(), make_loader())
+        logged.append(dict(trainer.callback_metrics))
+    assert_equal(logged[1], logged[0])
+    assert not any("whole" in str(one.message) for one in recwarn)

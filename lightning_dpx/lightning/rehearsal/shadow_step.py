@@ -199,7 +199,8 @@ class ShadowStep:
                     if step is not None and has_hooks(self._module, (), ["backward"]):
                         step.show_buffers()
                     # A backward may draw as well: a recomputed dropout, or a hook of the user's.
-                    with self.guest.in_step("backward"):
+                    # One of the user's own is called once for the whole batch, and logs as on one device.
+                    with self.guest.in_step("backward"), overridden(shadow, log=_unheard):
                         shadow.backward(loss)
                     if step is not None:
                         step.backward(last=True)
@@ -282,6 +283,10 @@ def recording(log: StepLog, shadow: Any) -> AbstractContextManager[None]:
         log.record(*args, **options)
 
     return overridden(shadow, log=record)
+
+
+def _unheard(*args: Any, **options: Any) -> None:
+    """Takes the place of a log that is no part of what is compared."""
 
 
 def logged_value(value: Any, options: Mapping[str, Any]) -> Logged:
