@@ -94,12 +94,20 @@ class ObjectState:
         self._last = found
         return found
 
-    def difference(self, before: list[Any], after: list[Any]) -> str:
-        """The path of an object that holds something else; empty if none does. Random generators move on as ever."""
+    def difference(self, before: list[Any], after: list[Any], meanwhile: list[Any] | None = None) -> str:
+        """The path of an object that holds something else; empty if none does. Random generators move on as ever.
+
+        Args:
+            before: What they held.
+            after: What they held later.
+            meanwhile: Those alone count that held something else by then, too.
+        """
         if before is after:
             return ""
-        for entry, old, new in zip(self._entries, before, after, strict=True):
-            if old is not new and entry.write is not put_back and not _is_same(old, new):
+        for at, (entry, old, new) in enumerate(zip(self._entries, before, after, strict=True)):
+            if old is new or entry.write is put_back or _is_same(old, new):
+                continue
+            if meanwhile is None or not _is_same(old, meanwhile[at]):
                 return _name_of(entry, old, new)
         return ""
 

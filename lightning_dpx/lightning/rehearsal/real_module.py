@@ -5,6 +5,7 @@ callback that has kept it) gives a step the real module, and the same one to eve
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class RealModule:
         self._parameters = parameters
         # Of both kinds, as either may keep what it has seen.
         self._has_hooks = any(backward_hooks_of(one) or post_accumulate_hooks_of(one) for _, one in parameters)
+        self._after_step: list[Any] | None = None
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.reached: list[str] = []
 
@@ -47,6 +49,11 @@ class RealModule:
             if parameter.grad is not None:
                 self._gradients.append((parameter, parameter.grad))
                 parameter.grad = None
+
+    def note_step(self) -> None:
+        """The step of a run has ended, and its backward is to come: hooks of parameters have done nothing yet."""
+        if self._has_hooks:
+            self._after_step = self._objects.marks()
 
     def restore(self) -> None:
         """All is what it was before the run that has ended, but for gradients, which are put aside.
@@ -59,10 +66,12 @@ class RealModule:
             if parameter.grad is not None:
                 parameter.grad = None
                 found.append(name)
-        changed = self._objects.restore()
-        # Hooks of parameters come to what they keep, whichever copy has called them.
-        if changed and not self._has_hooks:
+        changed = self._objects.restore(self._after_step)
+        # Hooks of parameters come to what they keep, whichever copy has called them: what they write in a backward is
+        # no way of the step's own to the module.
+        if changed and (self._after_step is not None or not self._has_hooks):
             found.append(changed)
+        self._after_step = None
         self.reached = list(dict.fromkeys([*self.reached, *found]))
 
     def give_gradients_back(self) -> None:

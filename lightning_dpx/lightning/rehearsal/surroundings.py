@@ -172,10 +172,18 @@ class Reached:
         # Only those that were empty: results of before cannot be told from those of the rehearsal.
         self._empty_caches = [cache for cache in self._state.caches if not cache.cache_info().currsize]
 
-    def restore(self) -> str:
-        """All of it is what it was; returns the path of something that was not."""
+    def marks(self) -> list[Any]:
+        """What all of it holds now."""
+        return self._state.marks()
+
+    def restore(self, meanwhile: list[Any] | None = None) -> str:
+        """All of it is what it was; returns the path of something that was not.
+
+        Args:
+            meanwhile: Marks of before; the path is of something that was not what it was by then, either.
+        """
         now = self._state.marks()
-        changed = self._state.difference(self._marks, now)
+        changed = self._state.difference(self._marks, now, meanwhile)
         self._state.put_back(self._marks, now)
         for tensor in self._tensors:
             tensor.restore()

@@ -123,6 +123,9 @@ class WholeRun:
         with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
             call = partial(self._call, log, writes)
             seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
+        # By hand its backward lies inside of it.
+        if not step.by_hand:
+            step.guest.real_module.note_step()
         with recording(log, shadow):
             # training_step_end and its like see the outputs of all rows, and may log.
             final = step.session.finished(step.call.name, seen.output)

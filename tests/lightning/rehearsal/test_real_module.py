@@ -43,6 +43,14 @@ class Counts(Model):
         return super().loss(batch)
 
 
+class CountsBesideAHook(Counts):
+    """A parameter has a hook, which comes to nothing of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.weight.register_hook(torch.clone)
+
+
 class Appends(Model):
     def loss(self, batch: Any) -> torch.Tensor:
         MODELS[0].seen.append(1)
@@ -95,7 +103,9 @@ def fitted(kind: type[Model], **options: Any) -> tuple[dict[str, torch.Tensor], 
     return {name: value.cpu() for name, value in model.state_dict().items()}, model.num_steps, model.seen
 
 
-@pytest.mark.parametrize("kind", [Counts, Appends, WritesABuffer, WritesBuffersOfOneMemory, AddsUpGradients])
+@pytest.mark.parametrize(
+    "kind", [Counts, CountsBesideAHook, Appends, WritesABuffer, WritesBuffersOfOneMemory, AddsUpGradients]
+)
 @pytest.mark.parametrize("accelerator", ["cpu", "sim"])
 def test_what_leads_to_the_module_from_outside(kind: type[Model], accelerator: str, sim: Any) -> None:
     with warnings.catch_warnings(record=True) as told:
@@ -106,3 +116,15 @@ def test_what_leads_to_the_module_from_outside(kind: type[Model], accelerator: s
     assert ours[1:] == one[1:]
     for name, value in one[0].items():
         torch.testing.assert_close(ours[0][name], value)
+
+
+class KeepsNormsByAHook(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+        self.net.weight.register_hook(lambda gradient: self.norms.append(float(gradient.norm())))
+
+
+def test_what_hooks_of_parameters_keep_is_no_way_of_a_step_to_the_module(recwarn: pytest.WarningsRecorder) -> None:
+    fitted(KeepsNormsByAHook, devices=2, strategy=dpx.DPXStrategy(execution="inline"))
+    assert not any("whole" in str(one.message) for one in recwarn)
