@@ -7,6 +7,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.torch_compat import buffers_of
 
 _SHAPE = operator.attrgetter("shape")  # mapped over every parameter of every step, not looped
+_KEYS = operator.methodcaller("keys")  # what torch.jit has for a dict is asked for them alone
 
 
 class ModuleStructure:
@@ -53,4 +54,4 @@ class FixedStructure:
 
 
 def _names_of_buffers(replica: Replica) -> list[tuple[str, ...]]:
-    return list(map(tuple, filter(None, map(buffers_of, replica.modules))))
+    return list(map(tuple, map(_KEYS, filter(None, map(buffers_of, replica.modules)))))

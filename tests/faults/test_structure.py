@@ -1,5 +1,6 @@
 """Faults of what a module consists of: cases 31 to 45 of the promises, by number."""
 
+import copy
 import functools
 import socket
 import weakref
@@ -694,13 +695,17 @@ def traced(inner: nn.Module) -> nn.Module:
 
 @pytest.mark.host
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*grad attribute.*:UserWarning")
-@pytest.mark.parametrize("wrap", [scripted, traced])
-def test_case_42_wrapped_submodules_train_on_one_device(wrap: Any, execution: str) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "inner"),
+    [(scripted, nn.Linear(8, 8)), (traced, nn.Linear(8, 8)), (scripted, nn.BatchNorm1d(8))],
+    ids=["scripted", "traced", "scripted with buffers"],
+)
+def test_case_42_wrapped_submodules_train_on_one_device(wrap: Any, inner: nn.Module, execution: str) -> None:
     """Copies of what torch.jit has compiled go on to use the parameters of the original."""
 
     class Wrapped(Net):
         def build(self) -> None:
-            self.inner = wrap(nn.Linear(8, 8))
+            self.inner = wrap(copy.deepcopy(inner))
 
         def logits(self, rows: torch.Tensor) -> torch.Tensor:
             return super().logits(self.inner(rows))
