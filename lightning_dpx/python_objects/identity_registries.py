@@ -74,9 +74,11 @@ class _Search:
         parts: list[Any] = [*tensors, *module.modules()]
         # The module itself may be a key in a list of experiments, which is no part of its steps.
         self._parts = {id(part) for part in parts if part is not module}
-        self._ids = {id(part) for part in parts}
+        self._ids: set[int | str] = {id(part) for part in parts}
         plain = [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
         self._ids.update(tensor.data_ptr() for tensor in plain if tensor.numel())
+        # Keys of what is saved as a file are texts.
+        self._ids.update([str(number) for number in self._ids])
         self._seen: set[int] = set()
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         self.by_id: list[str] = []
@@ -124,9 +126,14 @@ class _Search:
             self.add(path, item, is_shared=is_shared)
 
     def _look_at_keys(self, path: str, keys: list[Any], *, is_shared: bool) -> None:
-        if any(type(key) is int and key in self._ids for key in keys):
+        named = list(keys)
+        # A pair of a part and a name is a key of that part, too.
+        for key in keys:
+            if type(key) is tuple:
+                named.extend(key)
+        if any(type(key) in (int, str) and key in self._ids for key in named):
             self.by_id.append(path)
-        if is_shared and any(id(key) in self._parts for key in keys):
+        if is_shared and any(id(key) in self._parts for key in named):
             self.by_key.append(path)
 
     def _look_at_object(self, path: str, value: Any, *, is_shared: bool) -> None:

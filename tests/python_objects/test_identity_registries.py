@@ -54,6 +54,8 @@ HELD: list[tuple[Callable[[Net], Any], list[str]]] = [
     (lambda net: {id(net.layer.weight)}, ["self.held"]),
     (lambda net: [0, id(net.layer.bias)], ["self.held"]),
     (lambda net: {net.layer.weight.data_ptr(): 1.0}, ["self.held"]),
+    (lambda net: {(id(net.layer), "rate"): 1.0}, ["self.held"]),
+    (lambda net: {str(id(net.layer)): 1.0}, ["self.held"]),
     (lambda net: Decays({id(net): 1.0}), ["self.held.by_id"]),
     (lambda net: {"all": [{id(net.layer): 1.0}]}, ["self.held"]),
     (lambda net: {id(nn.Linear(1, 1)): 1.0, 3: 2.0}, []),
@@ -102,3 +104,20 @@ def test_keys_of_what_all_copies_share_are_found() -> None:
     Layer.scales[net.layer] = 2.0
     assert registries(net) == ["Layer.scales"]
     assert registries(NamesNoIds()) == [], "those of another one"
+
+
+PAIRS: dict[tuple[nn.Module, str], float] = {}
+
+
+class NamesPairs(NamesNoIds):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows) * PAIRS.get((self.layer, "rate"), 1.0)
+
+
+def test_keys_may_be_pairs_of_a_part_and_a_name() -> None:
+    net = NamesPairs()
+    PAIRS.clear()
+    assert registries(net) == []
+    PAIRS[net.layer, "rate"] = 2.0
+    assert registries(net) == ["PAIRS"]
+    PAIRS.clear()
