@@ -147,7 +147,7 @@ class _Search:
 
 def _looks_up_ids(module: nn.Module, functions: Collection[types.FunctionType]) -> bool:
     """Whether code that may run in a step says ``id`` or ``data_ptr``."""
-    waiting = deque([*functions, *_methods_of(module)])
+    waiting = deque([*functions, *_methods_of_steps(module, functions)])
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.popleft()
@@ -165,7 +165,35 @@ def _looks_up_ids(module: nn.Module, functions: Collection[types.FunctionType]) 
     return False
 
 
-def _methods_of(module: nn.Module) -> Iterator[types.FunctionType]:
+def _methods_of_steps(module: nn.Module, others: Collection[types.FunctionType]) -> list[types.FunctionType]:
+    """Methods without those that run before all steps: what configures optimizers, and what that alone calls.
+
+    Args:
+        module: Whose classes are looked at, and those of objects that it holds.
+        others: Functions that may call methods, too.
+    """
+    said_by_others = {name for function in others for name in names_in(function.__code__)}
+    methods = list(_methods_of(module))
+    called = {
+        name for child in module.modules() for kind in type(child).__mro__ if is_library(kind) for name in vars(kind)
+    }
+    before: set[str] = set(_BEFORE_STEPS)
+    grown = True
+    while grown:
+        said_before: set[str] = set()
+        said_later = set(said_by_others)
+        for name, function in methods:
+            said = said_before if name in before else said_later
+            # A method that calls itself is not called by another one for that.
+            said.update(names_in(function.__code__).keys() - {name})
+        # What a framework calls runs whether or not other code names it.
+        only_before = {name for name, _ in methods if name in said_before and name not in called}
+        grown = not before.issuperset(only_before - said_later)
+        before |= only_before - said_later
+    return [function for name, function in methods if name not in before]
+
+
+def _methods_of(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
     kinds: dict[type, None] = {}
     for child in module.modules():
         kinds.update(dict.fromkeys(type(child).__mro__))
@@ -176,5 +204,5 @@ def _methods_of(module: nn.Module) -> Iterator[types.FunctionType]:
             continue
         for name, value in list(vars(kind).items()):
             function = function_in(value)
-            if isinstance(function, types.FunctionType) and name not in _BEFORE_STEPS:
-                yield function
+            if isinstance(function, types.FunctionType):
+                yield name, function

@@ -74,6 +74,26 @@ def test_ids_that_no_code_looks_up_do_not_count() -> None:
     assert registries(NamesNoIds()) == []
 
 
+class DecaysSome(NamesNoIds):
+    """Groups its parameters by id, for its optimizer alone."""
+
+    def configure_optimizers(self) -> list[Any]:
+        return self.groups()
+
+    def groups(self) -> list[Any]:
+        return [one for one in self.parameters() if id(one) in self.held]
+
+
+class DecaysInSteps(DecaysSome):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * len(self.groups())
+
+
+def test_what_only_configures_optimizers_is_no_code_of_steps() -> None:
+    assert registries(DecaysSome()) == []
+    assert registries(DecaysInSteps()) == ["self.held"]
+
+
 def test_a_hook_may_look_up() -> None:
     net = NamesNoIds()
     net.held.clear()
