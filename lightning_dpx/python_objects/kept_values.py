@@ -30,6 +30,7 @@ def kept_values(value: Any) -> dict[str, Any] | None:
     found = _kept_in_c(value)
     own = own_attributes(value)
     if found is None:
+        # A class with slots may have a base without, whose attributes are in a dict.
         found = dict(slot_contents(value))
         if own is None and not found:
             return None

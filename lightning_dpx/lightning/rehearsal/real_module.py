@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dpx.lightning.rehearsal.surroundings import Reached
 from lightning_dpx.python_objects.object_state import ObjectState
+from lightning_dpx.python_objects.other_threads import user_code_runs_elsewhere
 from lightning_dpx.replicas.same_draws import SharedParameters
 from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
 
@@ -40,6 +41,7 @@ class RealModule:
         # Of both kinds, as either may keep what it has seen.
         self._has_hooks = any(backward_hooks_of(one) or post_accumulate_hooks_of(one) for _, one in parameters)
         self._after_step: list[Any] | None = None
+        self._is_alone = not user_code_runs_elsewhere()
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.reached: list[str] = []
 
@@ -66,7 +68,10 @@ class RealModule:
             if parameter.grad is not None:
                 parameter.grad = None
                 found.append(name)
-        changed = self._objects.restore(self._after_step)
+        changed = ""
+        # What another thread has written meanwhile cannot be told from it, and would be lost.
+        if self._is_alone and not user_code_runs_elsewhere():
+            changed = self._objects.restore(self._after_step)
         # Hooks of parameters come to what they keep, whichever copy has called them: what they write in a backward is
         # no way of the step's own to the module.
         if changed and (self._after_step is not None or not self._has_hooks):

@@ -1,5 +1,7 @@
 """A step that comes to the module by something outside of it: a check leaves no trace there, and batches go whole."""
 
+import itertools
+import threading
 import warnings
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 from tests.conftest import make_loader, make_trainer
 
+ACTOR: list[threading.Semaphore] = []
 MODELS: list[Any] = []  # as registries of plugins have it
 
 
@@ -49,6 +52,19 @@ class CountsBesideAHook(Counts):
     def __init__(self) -> None:
         super().__init__()
         self.net.weight.register_hook(torch.clone)
+
+
+class FilledByAnActor(Model):
+    """A thread puts experiences into the module while steps run, checks among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ACTOR[:] = [threading.Semaphore(0), threading.Semaphore(0)]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        ACTOR[0].release()
+        ACTOR[1].acquire()
+        return super().loss(batch)
 
 
 class Appends(Model):
@@ -128,3 +144,29 @@ class KeepsNormsByAHook(Model):
 def test_what_hooks_of_parameters_keep_is_no_way_of_a_step_to_the_module(recwarn: pytest.WarningsRecorder) -> None:
     fitted(KeepsNormsByAHook, devices=2, strategy=dpx.DPXStrategy(execution="inline"))
     assert not any("whole" in str(one.message) for one in recwarn)
+
+
+def test_what_another_thread_puts_into_the_module_meanwhile_stays_there() -> None:
+    module = FilledByAnActor()
+    ended = threading.Event()
+
+    def act() -> None:
+        for number in itertools.count():
+            ACTOR[0].acquire()
+            if ended.is_set():
+                return
+            module.seen.append(number)
+            ACTOR[1].release()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline"), devices=2).fit(
+            module, make_loader(), make_loader()
+        )
+    finally:
+        ended.set()
+        ACTOR[0].release()
+        thread.join()
+    assert len(module.seen) > 4
+    assert module.seen == list(range(len(module.seen)))
