@@ -11,7 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-_OF_HOST = "DefaultCPUAllocator: can't allocate memory"  # by which Lightning's tuner knows it as well
+# On Linux and elsewhere. By the first of them Lightning's tuner knows it as well.
+_OF_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     # Other errors of the same allocator have other texts.
-    return isinstance(error, RuntimeError) and _OF_HOST in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_HOST)
 
 
 def raises_out_of_memory(run: Callable[P, T]) -> Callable[P, T]:

@@ -30,6 +30,7 @@ _STEPS = 16
 _ENOUGH = 0.5  # seconds of steps, after which fewer will do
 _FEWEST = 2
 _BATCHES = 4  # that are loaded to see how long that takes
+_LONGEST = 2.0  # seconds that pass, after which no further batch is loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,18 @@ def seconds_of_loading(trainer: Trainer) -> float:
     """Processor time of this thread to load a batch of the size that the loaders have.
 
     Workers load beside the step, and a data set that can only be gone through would be missing what is taken here:
-    both count as nothing.
+    both count as nothing. So does, announced, a loader that fails.
     """
+    try:
+        return _of_all_loaders(trainer)
+    except Exception as error:  # noqa: BLE001  whatever the data set is
+        rank_zero_warn(
+            f"dpx: what loading a batch takes is not counted: to load some failed ({describe_error(error)})."
+        )
+        return 0.0
+
+
+def _of_all_loaders(trainer: Trainer) -> float:
     seconds = 0.0
     for loader in tree_leaves(trainer.train_dataloader):
         if (
@@ -90,16 +101,19 @@ def seconds_of_loading(trainer: Trainer) -> float:
 
 def _least_of_loading(loader: DataLoader[Any]) -> float:
     times = []
+    until = time.monotonic() + _LONGEST
+    is_broken_off = False
     # As steps are timed: in processor time, in which others that are at work have no part.
     began = time.thread_time()
     for _ in loader:
         now = time.thread_time()
         times.append(now - began)
-        if len(times) == _BATCHES:
+        is_broken_off = len(times) == _BATCHES or time.monotonic() > until
+        if is_broken_off:
             break
         began = now
     # The last batch of an epoch may have fewer rows, and the first one has what is done once.
-    whole = times[:-1] if len(times) < _BATCHES else times
+    whole = times if is_broken_off else times[:-1]
     return min(whole or times, default=0.0)
 
 

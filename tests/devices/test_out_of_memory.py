@@ -31,6 +31,9 @@ def test_the_hosts_error_is_known_by_its_text() -> None:
     assert type(failed.value) is RuntimeError
     assert is_out_of_memory(failed.value)
     assert is_out_of_memory(torch.OutOfMemoryError())
+    assert is_out_of_memory(
+        RuntimeError("[...] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.")
+    )
     assert not is_out_of_memory(RuntimeError("another one"))
     assert not is_out_of_memory(ValueError("DefaultCPUAllocator: can't allocate memory"))
 

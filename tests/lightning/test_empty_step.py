@@ -180,3 +180,20 @@ def test_nothing_is_taken_from_a_stream() -> None:
     stream = Stream()
     assert on_first_batch(Net(), lambda trainer, *_: seconds_of_loading(trainer), DataLoader(stream, 2)) == 0
     assert stream.taken <= 4, "what the fit takes itself"
+
+
+class Failing(Slowly):
+    def __call__(self, rows: Any) -> Any:
+        if self.batches == 2:
+            raise OSError("a file is gone")
+        return super().__call__(rows)
+
+
+def test_a_loader_that_fails_later_is_told_of_and_counts_as_nothing() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(64, 4)), 8, collate_fn=Failing())
+
+    def load(trainer: Any, *_: Any) -> float:
+        with pytest.warns(UserWarning, match=r"loading a batch takes is not counted: .*OSError: a file is gone"):
+            return seconds_of_loading(trainer)
+
+    assert on_first_batch(Net(), load, loader) == 0
