@@ -136,11 +136,6 @@ class _Noted:
     most: int = 0
     again: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by storage: bytes, numbers of tensors
 
-    def take_from(self, like: "_Noted") -> None:
-        """It takes the memory that a call of its kind takes."""
-        self.most = like.most
-        self.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
-
 
 class NotedCalls:
     """Watches the calls of a step.
@@ -303,23 +298,16 @@ class NotedCalls:
         Each is tried, also within a call that was right: one of them alone may depend on what that call does round it
         and nobody sees, such as a context variable.
         """
-        right = self._faithful(numbers, meter)
+        right = list[int]()
+        for number in numbers:
+            like = self._noted[right[0]] if right else None
+            if self._is_faithful(self._noted[number], meter, like):
+                right.append(number)
         # One of them may have been hit by whatever else the machine did at that moment; equal layers
         # are to have equal prices.
         typical = statistics.median_low([self._noted[number].seconds for number in right]) if right else 0.0
         for number in right:
             self._noted[number].seconds = typical
-        return right
-
-    def _faithful(self, numbers: Sequence[int], meter: TriesReplays) -> list[int]:
-        """Those of ``numbers``, of a kind, that give the same."""
-        right = list[int]()
-        like: _Noted | None = None
-        for number in numbers:
-            noted = self._noted[number]
-            if self._is_faithful(noted, meter, like):
-                right.append(number)
-                like = like or noted
         return right
 
     def _is_faithful(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
@@ -368,7 +356,8 @@ class NotedCalls:
             if not self._are_right(noted, watched.found, meter):
                 return False
         else:
-            noted.take_from(like)
+            noted.most = like.most
+            noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
         trial = meter.timed_replay(replay())
         noted.seconds = trial.seconds
         return self._are_right(noted, trial.found, meter)

@@ -126,7 +126,7 @@ class _Trials:
         self._kinds[value] = kind
         self._times.setdefault(kind, []).append(seconds)
 
-    def _kind_of(self, value: Value) -> "_Kind":
+    def _kind_of(self, value: Value) -> _Kind:
         given = [self.sizes[source] for source in value.sources]
         return (value.operator, self.sizes[value], *given)
 
