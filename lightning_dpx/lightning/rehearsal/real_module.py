@@ -71,7 +71,9 @@ class RealModule:
         changed = ""
         # What another thread has written meanwhile cannot be told from it, and would be lost.
         if self._is_alone and not user_code_runs_elsewhere():
-            changed = self._objects.restore(self._after_step)
+            now = self._objects.marks()
+            changed = self._objects.difference(now, self._after_step)
+            self._objects.restore(now)
         # Hooks of parameters come to what they keep, whichever copy has called them: what they write in a backward is
         # no way of the step's own to the module.
         if changed and (self._after_step is not None or not self._has_hooks):

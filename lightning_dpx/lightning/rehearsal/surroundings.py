@@ -176,20 +176,26 @@ class Reached:
         """What all of it holds now."""
         return self._state.marks()
 
-    def restore(self, meanwhile: list[Any] | None = None) -> str:
-        """All of it is what it was; returns the path of something that was not.
+    def difference(self, now: list[Any], meanwhile: list[Any] | None = None) -> str:
+        """The path of something that is not what it was; empty if all is.
 
         Args:
+            now: Its marks.
             meanwhile: Marks of before; the path is of something that was not what it was by then, either.
         """
-        now = self._state.marks()
-        changed = self._state.difference(self._marks, now, meanwhile)
+        return self._state.difference(self._marks, now, meanwhile)
+
+    def restore(self, now: list[Any] | None = None) -> None:
+        """All of it is what it was.
+
+        Args:
+            now: Its marks, where they are known already.
+        """
         self._state.put_back(self._marks, now)
         for tensor in self._tensors:
             tensor.restore()
         for cache in self._empty_caches:
             cache.cache_clear()
-        return changed
 
 
 class Surroundings:
