@@ -20,7 +20,7 @@ from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.module_hooks import OF_MODULES, is_ours
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, is_library
-from lightning_dpx.python_objects.reachable import classes_of_held, places_of_code
+from lightning_dpx.python_objects.reachable import classes_of_held, places_of_code, value_at
 
 _MOST_OBJECTS = 5_000
 _MOST_FUNCTIONS = 1_000
@@ -48,9 +48,8 @@ def identity_registries(module: nn.Module, attributes: Iterable[tuple[str, Any]]
             for hook in hooks_of(child).values():
                 if not is_ours(hook):
                     search.add(f"a hook of {name or 'self'}", hook, is_shared=False)
-    for path, space, key in places_of_code(module):
-        held = vars(space)[key] if isinstance(space, type) else space[key]
-        search.add(path, held, is_shared=True)
+    for place in places_of_code(module):
+        search.add(place[0], value_at(place), is_shared=True)
     search.run()
     if search.by_id and _looks_up_ids(module, search.functions):
         return [*search.by_id, *search.by_key]
@@ -115,13 +114,10 @@ class _Search:
         if size_of(held) > max(_MOST_ITEMS, 2 * len(self._ids)):
             return
         items = items_of(held)
+        keys = list(dict.keys(held)) if isinstance(held, dict) else items
         # What is shared finds its parts by its keys; a list finds nothing by its items, but may be searched for ids.
-        if isinstance(held, dict):
-            self._look_at_keys(path, list(dict.keys(held)), is_shared=is_shared)
-        elif not isinstance(held, set | frozenset):
-            self._look_at_keys(path, items, is_shared=False)
-        else:
-            self._look_at_keys(path, items, is_shared=is_shared)
+        finds_by_key = isinstance(held, dict | set | frozenset)
+        self._look_at_keys(path, keys, is_shared=is_shared and finds_by_key)
         for item in items:
             self.add(path, item, is_shared=is_shared)
 

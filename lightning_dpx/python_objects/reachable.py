@@ -262,9 +262,14 @@ def places_of_code(module: nn.Module) -> list[Place]:
     return [place for place in found.values() if _is_data(place)]
 
 
-def _is_data(place: Place) -> bool:
+def value_at(place: Place) -> Any:
+    """What is there."""
     _, space, key = place
-    value = vars(space)[key] if isinstance(space, type) else space[key]
+    return vars(space)[key] if isinstance(space, type) else space[key]
+
+
+def _is_data(place: Place) -> bool:
+    value = value_at(place)
     if isinstance(value, types.FunctionType):
         return not is_plain_function(value)
     # An object that can be called may keep as much as any other.

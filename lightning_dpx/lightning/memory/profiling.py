@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def profile_absent_slice(
             step,
             # The device of the plan need not be there.
             here=torch.device("cpu"),
-            few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
+            few=partial(_rows_and_cut, replicas, batch_slice),
             accumulates=accumulates,
         )
 
@@ -205,7 +206,7 @@ def seconds_of_slice(
             target,
             step,
             rates,
-            few=lambda: (batch_slice.num_rows, lambda rows: _first_rows(replicas, batch_slice, rows)),
+            few=partial(_rows_and_cut, replicas, batch_slice),
         )
 
 
@@ -346,7 +347,11 @@ def first_rows_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> tuple[int, C
     """
     rows = replicas.slicer.num_rows(batch_slice.batch)
     whole = BatchSlice(batch_slice.replica, rows, batch_slice.batch)
-    return rows, lambda count: _first_rows(replicas, whole, count)
+    return _rows_and_cut(replicas, whole)
+
+
+def _rows_and_cut(replicas: ReplicaSet, batch_slice: BatchSlice) -> tuple[int, Callable[[int], Any]]:
+    return batch_slice.num_rows, partial(_first_rows, replicas, batch_slice)
 
 
 def _first_rows(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> Any:

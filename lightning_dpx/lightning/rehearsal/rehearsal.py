@@ -9,7 +9,6 @@ What is checked is what will run: the strategy's own step, pointed at shadows (`
 rehearsed trains all the same, and one line says why (`rehearsals.py`).
 """
 
-import gc
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
 from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
@@ -194,7 +194,7 @@ class Rehearsal:
                 traceback.clear_frames(error.__traceback__)
                 self._check_iterators()
                 if isinstance(error, torch.OutOfMemoryError):
-                    gc.collect()  # the step itself needs the room that shadows hold in circles
+                    free_garbage()  # the step itself needs the room that shadows hold in circles
                 raise NotRehearsed(f"the rehearsal failed with {in_one_line(error)}") from None
 
     def _on_first_batch(self) -> Outcome:
@@ -344,7 +344,7 @@ class Rehearsal:
             if self._step.saves_on_host:
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-        gc.collect()  # as shadows do, in circles
+        free_garbage()  # as shadows do, in circles
         # From here on for every run of this rehearsal: slices hold as much as the whole.
         self._step.saves_on_host = True
         return self._whole.observe(num_rows)
