@@ -6,6 +6,7 @@ from lightning_dpx.devices.generators import (
     host_random_state,
     seed_apart,
 )
+from lightning_dpx.devices.host_room import HostRoom
 from lightning_dpx.devices.identity import (
     accelerators,
     autocast_types,
@@ -43,6 +44,7 @@ from lightning_dpx.devices.timing import Stopwatch, is_modelled, modelled_rates
 
 __all__ = [
     "Capacity",
+    "HostRoom",
     "NO_LIMIT",
     "OffloadedTensor",
     "RandomStates",

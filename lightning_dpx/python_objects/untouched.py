@@ -1,6 +1,6 @@
 """A run of a module that leaves no trace: tensors, Python objects and random generators are put back afterwards."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -117,22 +117,38 @@ def _is_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``writes`` of every operator, where nothing else watches them."""
+    """Tells ``writes`` of every operator, where nothing else watches them.
+
+    Args:
+        writes: What is told.
+        makes: Is given the bytes of what an operator has made, beside those that exist already.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would wrap every call, for a tenth of its time; compiled code runs eagerly in here
 
-    def __init__(self, writes: CopyOnWrite) -> None:
+    def __init__(self, writes: CopyOnWrite, makes: Callable[[int], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes = writes
+        self._makes = makes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if on_tensors_of_tensors(types):
             # Such a tensor then calls operators on what it holds, and those come here.
             return NotImplemented
         self._writes.before(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if self._makes is not None and not _returns_what_it_got(func):
+            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+            self._makes(sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided))
+        return made
+
+
+@cache
+def _returns_what_it_got(func: Any) -> bool:
+    """Whether results are views of operands, or operands that were written to."""
+    return any(result.alias_info is not None for result in schema_of(func).returns)
 
 
 @cache

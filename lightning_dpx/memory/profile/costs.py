@@ -1,6 +1,6 @@
 """How a step is watched and its operators are tried: by running them where the step runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_dpx.devices import accelerators, free_bytes, is_host, synchronize
+from lightning_dpx.devices import HostRoom, accelerators, free_bytes, is_host, synchronize
 from lightning_dpx.memory.execute.offload import copy_seconds
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
@@ -59,6 +59,7 @@ class CostModel:
         self.offloads: bool = not is_host(device)
         self.times_steps: bool = is_host(device)
         self._writes: CopyOnWrite | None = None
+        self._room: HostRoom | None = None
         self._reach: tuple[nn.Module, Reach] | None = None
         if why := hidden_on(device):
             self.basis = f"without what operators take inside: {why}"
@@ -81,10 +82,17 @@ class CostModel:
     def _untouched(self, module: nn.Module) -> Iterator[None]:
         # The trace of the run tells it of every write before it happens; see :meth:`_watch`.
         with untouched(module, reach=self.reach_of(module)) as self._writes:
+            if is_host(self.device):
+                self._room = self.room_for_step()
             try:
                 yield
             finally:
                 self._writes = None
+                self._room = None
+
+    def room_for_step(self) -> HostRoom:
+        """What is left on the host before a run."""
+        return HostRoom()
 
     def trace(self) -> MemoryTrace:
         """Follows the storages of a run."""
@@ -140,7 +148,7 @@ class CostModel:
         with self.preserve_module_state(module):
             writes = self._writes
             # A step that is timed has no trace that would tell of writes.
-            with nullcontext() if writes is None or not watches else BeforeWrites(writes):
+            with nullcontext() if writes is None or not watches else BeforeWrites(writes, self._take_room()):
                 yield writes
 
     def bookkeeping(self) -> Bookkeeping:
@@ -158,7 +166,12 @@ class CostModel:
         return course_of(call, self._watch())
 
     def _watch(self) -> MemoryTrace:
-        return MemoryTrace(self.device, self._writes)
+        return MemoryTrace(self.device, self._writes, self._take_room())
+
+    def _take_room(self) -> Callable[[int], None] | None:
+        if self._room is None:
+            return None
+        return self._room.take
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
         """Whether a tensor that was made again is right: to the bit on the host."""

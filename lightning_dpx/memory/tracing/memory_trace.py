@@ -94,6 +94,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: Which.
         writes: What is told before an operator writes to a tensor.
+        makes: Is given the bytes of every storage that an operator has made.
 
     Attributes:
         live: Bytes that were allocated since and are still there.
@@ -106,10 +107,16 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     _sees_fakes = False  # with which a distributed tensor finds out what its parts will be, the first time
 
-    def __init__(self, device: torch.device, writes: CopyOnWrite | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        writes: CopyOnWrite | None = None,
+        makes: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._writes = writes
+        self._makes = makes
         self._account = account_of(device)
         self._on_host = is_host(device)
         # On the host it is this thread's processor time, in which no other program has a part.
@@ -273,6 +280,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations.append(allocation)
         self.live += allocation.num_bytes
         self._follow(storage, allocation)
+        if self._makes is not None:
+            self._makes(allocation.num_bytes)
 
     def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
         """From now on the end of ``storage`` is the end of ``allocation``."""
