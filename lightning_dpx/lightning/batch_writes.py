@@ -167,17 +167,41 @@ class BatchWrites:
         # Without a hook that looks, nothing is noted in any step.
         if self._shown is _MISSING:
             return
-        parts = _plain_tensors(batch)
-        if parts is None:
-            named = _parts(batch, self._shown, (), of_hooks=not is_as_loaded)
-            marks = {path: _Mark.of(value) for path, value in named}
-            objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}
-            given = _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects)
-        else:
-            given = _Given(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {})
+        given = self._marked(batch_slice, batch, is_as_loaded)
         # Replicas in threads note theirs at the same time.
         with self._lock:
             self._given.append(given)
+
+    def let_go(self, batch_slice: BatchSlice) -> None:
+        """A replica's step is over: what it got, and wrote nothing into, need not stay on the device until the last is.
+
+        On one device all rows are there while any of them are at work. Micro-batches are for where that is too much.
+        """
+        if is_host(batch_slice.replica.device):
+            return
+        with self._lock:
+            found = [place for place, one in enumerate(self._given) if one.batch_slice is batch_slice]
+        if not found:
+            return
+        given = self._given[found[-1]]
+        if given.is_as_loaded and self._wrote_nothing(given):
+            # Where others have written, its rows are wanted again: those that were loaded are the same.
+            self._given[found[-1]] = self._marked(batch_slice, batch_slice.batch, True)
+
+    def _wrote_nothing(self, given: _Given) -> bool:
+        if given.parts is not None:
+            return given.is_untouched
+        now = dict(_parts(given.batch, self._shown, (), of_hooks=False))
+        return _written_object(given) is None and not any(True for _ in _written(given, now))
+
+    def _marked(self, batch_slice: BatchSlice, batch: Any, is_as_loaded: bool) -> _Given:
+        parts = _plain_tensors(batch)
+        if parts is not None:
+            return _Given(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {})
+        named = _parts(batch, self._shown, (), of_hooks=not is_as_loaded)
+        marks = {path: _Mark.of(value) for path, value in named}
+        objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}
+        return _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects)
 
     def finish(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
         """After the step: hooks find what was written; or else what cannot be put together, and why not.
