@@ -40,7 +40,7 @@ from lightning_dpx.devices.memory import (
 )
 from lightning_dpx.devices.offload import OffloadedTensor
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
-from lightning_dpx.devices.timing import Stopwatch, is_modelled, modelled_rates
+from lightning_dpx.devices.timing import Stopwatch, clock_of, is_modelled, modelled_rates
 
 __all__ = [
     "Capacity",
@@ -54,6 +54,7 @@ __all__ = [
     "autocast_types",
     "canonical_device",
     "capacity_of",
+    "clock_of",
     "default_backend",
     "device_beside",
     "device_context",

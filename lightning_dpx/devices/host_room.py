@@ -52,7 +52,7 @@ class HostRoom:
         needed = max(_OPERATORS_AHEAD * self._largest, self._at_first // _KEPT)
         if left < needed:
             raise torch.OutOfMemoryError(
-                f"The host has {format_bytes(left)} left of {format_bytes(self._at_first)} when this step began, and an "
-                f"operator of it takes {format_bytes(self._largest)}: the step is stopped here, before the system would "
-                "end the process."
+                f"The host has {format_bytes(left)} left of {format_bytes(self._at_first)} when this step began, and "
+                f"an operator of it takes {format_bytes(self._largest)}: the step is stopped here, before the system "
+                "would end the process."
             )

@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,24 @@ def modelled_rates(device: torch.device) -> ModelledRates | None:
         return None
     module = torch.get_device_module(device)
     return ModelledRates(module.bytes_per_second(device), module.link_bytes_per_second() or math.inf)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds that what runs there takes: processor time on the host, where others may be at work at that moment.
+
+    Of this thread, because the others that share in its operators only work while it does. Of a simulated device, those
+    of its own clock, if that counts copies as well: else a tensor in the host's memory would cost nothing there.
+    """
+    if is_host(device):
+        return time.thread_time
+    rates = modelled_rates(device)
+    if rates is not None and rates.copied < math.inf:
+        return partial(_modelled_seconds, device)
+    return time.perf_counter
+
+
+def _modelled_seconds(device: torch.device) -> float:
+    return float(torch.get_device_module(device).busy_seconds(device))
 
 
 class Stopwatch:

@@ -183,6 +183,10 @@ class SimModule:
         """Bytes of a copy to another device or the host that takes a second; 0 where copies take no time."""
         return self._link
 
+    def busy_seconds(self, device: Any = None) -> float:
+        """What the device's clock shows: seconds of all that it has done."""
+        return float(torch.ops.dpx_sim.busy(self._index(device)))
+
     def set_device_count(self, count: int) -> None:
         """Changes how many simulated devices there are."""
         torch.ops.dpx_sim.set_devices(count)

@@ -43,7 +43,7 @@ def test_what_is_left_is_looked_at_after_each_eighth_of_it() -> None:
 def test_a_step_stops_before_another_operator_of_its_size_would_not_fit() -> None:
     room = HostRoom(Host(64 * MIB, 21 * MIB, 19 * MIB).left)
     room.take(10 * MIB)
-    with pytest.raises(torch.OutOfMemoryError, match=r"19.* MiB left of 64.* MiB.* takes 10.* MiB: the step is stopped"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"19.* MiB left of 64.* MiB.* takes 10.* MiB: the step is"):
         room.take(10 * MIB)
 
 

@@ -1,9 +1,12 @@
 """How long a device works, by its own clock."""
 
+import time
+
 import pytest
 import torch
 
-from lightning_dpx.devices import Stopwatch
+import lightning_dpx as dpx
+from lightning_dpx.devices import Stopwatch, clock_of
 from tests.conftest import SIMULATED, sim_device
 
 
@@ -30,3 +33,20 @@ def test_on_a_device_only_its_own_work_counts() -> None:
     idle.stop()
     assert watch.seconds() > 0
     assert idle.seconds() == 0
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_the_clock_of_a_simulated_device_counts_where_it_counts_copies() -> None:
+    device = sim_device(0)
+    assert clock_of(device) is time.perf_counter
+    assert clock_of(torch.device("cpu")) is time.thread_time
+    try:
+        dpx.simulate(8, link="5GB/s")
+        clock = clock_of(device)
+        before = clock()
+        torch.ones(1000).to(device)
+        assert clock() - before == pytest.approx(4000 / 5e9)
+        again = clock()
+        assert clock() == again, "nothing was done in between"
+    finally:
+        dpx.simulate(8)

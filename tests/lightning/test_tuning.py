@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,10 +16,11 @@ import lightning_dpx as dpx
 from lightning_dpx.lightning import DeviceForecast, Settings, dry_run
 from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, tune_batch_size
 from lightning_dpx.memory.plan_cache import PlanCache
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.torch_compat import FakeTensor
 from tests.commands.test_plan import Shallow
-from tests.conftest import make_trainer
+from tests.conftest import SIMULATED, make_trainer
 
 ROWS = 2048
 DEVICES = (torch.device("cuda:0"), torch.device("cuda:1"))
@@ -59,6 +60,55 @@ def test_with_a_budget_larger_batches_are_cut_or_computed_again_and_keep_it() ->
     assert larger.plan.micro_batches > 1 or larger.plan.num_recomputed > 0
     assert larger.peak <= budget < free[1].devices[0].peak
     assert found.batch_sizes[1].seconds > free[1].seconds
+
+
+class Clock(Callback):
+    """What the first simulated device's clock shows after each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(torch.sim.busy_seconds("sim:0"))  # type: ignore[attr-defined]
+
+
+def samples_per_second(batch_size: int, budget: str) -> float:
+    """Of the last of five steps of a real run, in which everything is as it will be."""
+    clock = Clock()
+    strategy = dpx.DPXStrategy(memory_budget=budget)
+    trainer = make_trainer(
+        accelerator="sim", devices=1, strategy=strategy, max_steps=5, max_epochs=5, callbacks=[clock], logger=False
+    )
+    trainer.fit(Shallow(), Rows(batch_size))
+    return batch_size / (clock.seconds[-1] - clock.seconds[-2])
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.parametrize(
+    ("budget", "link"),
+    [
+        ("1500KiB", "5GB/s"),
+        pytest.param("2MiB", "5GB/s", marks=pytest.mark.slow),
+        pytest.param("4MiB", "50GB/s", marks=pytest.mark.slow),
+    ],
+)
+def test_on_simulated_devices_the_best_is_that_of_a_run_of_every_size(
+    budget: str, link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(timing_effort.VARIABLE, "full")  # where times are those of a model, they are sure
+    sizes = (64, 256, 1024)
+    try:
+        dpx.simulate(8, link=link)
+        found = dpx.tune(Shallow(), Rows(), devices=["sim:0"], budget=budget, batch_sizes=sizes)
+        measured = [samples_per_second(size, budget) for size in sizes]
+    finally:
+        dpx.simulate(8)
+    assert found.best is not None
+    assert found.best.batch_size == sizes[measured.index(max(measured))]
+    predicted = [one.samples_per_second for one in found.batch_sizes]
+    assert sorted(sizes, key=lambda size: predicted[sizes.index(size)]) == sorted(
+        sizes, key=lambda size: measured[sizes.index(size)]
+    )
 
 
 def test_what_does_not_fit_is_never_the_best() -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from lightning_dpx.boundaries import split_at_boundaries
 from lightning_dpx.devices import distinct_devices
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.lightning.lightning_api import Trainer
-from lightning_dpx.lightning.memory.auto_shift import most_states_of
-from lightning_dpx.memory.profile.roofline import Rates
+from lightning_dpx.lightning.memory.auto_shift import states_of
+from lightning_dpx.lightning.memory.optimizer_twin import OptimizerTwin, trained_by, with_twin
+from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds
 from lightning_dpx.reducers import REDUCERS, GradientReducer, HierarchicalReducer, make_reducer
 from lightning_dpx.reducers.base import HALVES
@@ -159,9 +160,29 @@ def seconds_of_update(
     for parameter, owner in zip(parameters, owners, strict=True):
         if parameter.requires_grad:
             owned[owner] += parameter.nbytes
+    everything = sum(owned.values())
+    if not everything:
+        return 0.0
+    of_all = sum(_seconds_of_step(optimizer, rates) for optimizer in optimizers)
+    return float(of_all) * max(owned.values()) / everything
+
+
+def _seconds_of_step(optimizer: Any, rates: Rates) -> float:
+    """The time of a step of an optimizer on one device."""
+    # Few operators work on all parameters at once, so what they move counts and not how many there are.
+    moving = replace(rates, start=0.0)
+
+    def seconds(twin: OptimizerTwin) -> float:
+        with OperatorSeconds(moving) as found:
+            twin.step()
+        return float(found.seconds)
+
+    measured = with_twin(optimizer, seconds, elsewhere=True)
+    if measured is not None:
+        return measured
     # Parameters and states are read and written, gradients are read.
-    moved = (3 + 2 * most_states_of(optimizers)) * max(owned.values(), default=0)
-    return moved / rates.bytes
+    num_bytes = sum(parameter.nbytes for parameter in trained_by(optimizer))
+    return (3 + 2 * states_of(optimizer)) * num_bytes / rates.bytes
 
 
 def _buckets(

@@ -5,14 +5,13 @@ offloaded after it; on the way back it takes its memory so many values early. Th
 """
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from lightning_dpx.devices import OffloadedTensor, synchronize
+from lightning_dpx.devices import OffloadedTensor, clock_of, synchronize
 from lightning_dpx.prefetch import TensorPrefetcher
 from lightning_dpx.prefetch_order import PrefetchSlot
 from lightning_dpx.torch_compat import version_counter
@@ -108,6 +107,7 @@ class Offloader:
 
 def copy_seconds(tensor: torch.Tensor) -> float:
     """Seconds of a copy of ``tensor`` to the host or back: the slower way, better of two tries."""
+    clock = clock_of(tensor.device)
     slower = 0.0
     offloaded = OffloadedTensor(tensor, _HOST)
     for copy in (lambda: OffloadedTensor(tensor, _HOST).free_original(), offloaded.fetch):
@@ -115,9 +115,9 @@ def copy_seconds(tensor: torch.Tensor) -> float:
         for _ in range(2):
             offloaded.release()  # or the second fetch would find the tensor there
             synchronize(tensor.device)
-            start = time.perf_counter()
+            start = clock()
             copy()
             synchronize(tensor.device)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, clock() - start)
         slower = max(slower, best)
     return slower

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
-from lightning_dpx.memory.profile.step_timer import clock_of
 from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
 from lightning_dpx.python_objects.untouched import untouched
 from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_dpx.devices import HostRoom, accelerators, free_bytes, is_host, synchronize
+from lightning_dpx.devices import HostRoom, accelerators, clock_of, free_bytes, is_host, synchronize
 from lightning_dpx.memory.execute.offload import copy_seconds
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.call_course import CallCourse, course_of
 from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
-from lightning_dpx.memory.profile.step_timer import StepTimer, clock_of
+from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, Reach, untouched

@@ -1,6 +1,5 @@
 """Steps that are timed, and leave nothing behind."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.devices import clock_of, synchronize
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.tracing.communication import CommunicationWatch, has_other_processes
 from lightning_dpx.python_objects.untouched import CopyOnWrite
@@ -25,16 +24,6 @@ _MOST_STEPS = 12
 _SHORT = 0.1  # seconds of steps, after which the fewest are enough
 _ENOUGH = 0.15  # seconds, after which even one is, beside the first of all
 _SURE = 1.02  # the least time is believed when another one came as close
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds that what runs there takes: processor time on the host, where others may be at work at that moment.
-
-    Of this thread, because the others that share in its operators only work while it does.
-    """
-    if is_host(device):
-        return time.thread_time
-    return time.perf_counter
 
 
 def is_confirmed(times: Sequence[float]) -> bool:

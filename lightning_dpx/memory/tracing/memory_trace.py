@@ -12,7 +12,6 @@ gathered, indexed or sorted do likewise with the zeros that they have just made 
 
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
 from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.untouched import CopyOnWrite
@@ -119,8 +118,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._makes = makes
         self._account = account_of(device)
         self._on_host = is_host(device)
-        # On the host it is this thread's processor time, in which no other program has a part.
-        self._clock = time.thread_time if self._on_host else time.perf_counter
+        self._clock = clock_of(device)
         self._present: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._constant: Allocation | None = None  # the last one that was made
         self._sum: tuple[torch.UntypedStorage, Allocation] | None = None  # and the term that it may take over

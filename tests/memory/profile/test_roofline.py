@@ -38,6 +38,15 @@ def test_to_start_an_operator_takes_time_too() -> None:
     assert costs.seconds == pytest.approx(3.0)
 
 
+def test_what_an_operator_on_lists_writes_to_counts_as_the_result_of_one_on_a_tensor() -> None:
+    left, right = torch.ones(64), torch.ones(64)
+    with OperatorSeconds(RATES["cpu"]) as on_lists:
+        torch._foreach_add_([left], [right])
+    with OperatorSeconds(RATES["cpu"]) as on_tensors:
+        left.add_(right)
+    assert on_lists.seconds == on_tensors.seconds
+
+
 def test_an_unknown_accelerator_counts_as_a_gpu() -> None:
     assert rates_of(torch.device("cuda:2")) is RATES["cuda"] is rates_of(torch.device("xpu"))
     assert rates_of(torch.device("cpu")) is RATES["cpu"]

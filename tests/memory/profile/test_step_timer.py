@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lightning_dpx.devices import clock_of
 from lightning_dpx.memory.profile import timing_effort
-from lightning_dpx.memory.profile.step_timer import StepTimer, clock_of
+from lightning_dpx.memory.profile.step_timer import StepTimer
 
 CPU = torch.device("cpu")
 

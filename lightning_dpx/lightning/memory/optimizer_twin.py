@@ -1,0 +1,89 @@
+"""A small twin of an optimizer, whose steps tell what those of the optimizer itself take.
+
+Its settings are the same, and its parameters are parts of the rows: what a step computes are tensors of the shapes of
+parameters, so bytes and time grow as these do.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_ELEMENTS = 2**18  # of a twin's parameters, about: what Python objects take does not count beside them
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTwin:
+    """An optimizer of the same class and settings that has made its states.
+
+    Attributes:
+        optimizer: The twin.
+        scale: By how much the parameters of the optimizer itself are larger.
+    """
+
+    optimizer: Any
+    scale: float
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps past the hooks that users have on all optimizers, and past what turns gradients off for a step.
+
+        Raises:
+            Exception: whatever it may be, such as of an optimizer that steps with a closure only.
+        """
+        inspect.unwrap(type(self.optimizer).step)(self.optimizer)
+
+
+def with_twin(optimizer: Any, measure: Callable[[OptimizerTwin], float], *, elsewhere: bool = False) -> float | None:
+    """What ``measure`` finds on a twin, scaled to the optimizer itself; ``None`` where there can be none.
+
+    Args:
+        optimizer: Of torch; what others do when they are made is not known.
+        measure: Is given the twin after its first step, which has made states.
+        elsewhere: Whether the optimizer will be on an accelerator, where torch takes ``foreach=True`` unless told
+            otherwise; the twin is on the host.
+    """
+    # A class of the user's may do anything when it is made.
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return None
+    trained = trained_by(optimizer)
+    if not trained:
+        return None
+    divisor = max(1, sum(parameter.numel() for parameter in trained) // _ELEMENTS)
+    groups = []
+    small: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        if elsewhere and "foreach" in options and options["foreach"] is None and not options.get("fused"):
+            options["foreach"] = True
+        mine = [_part_of(parameter, divisor) for parameter in group["params"] if parameter.requires_grad]
+        if mine:
+            groups.append({"params": mine, **options})
+        small += mine
+    scale: float = sum(parameter.nbytes for parameter in trained) / sum(parameter.nbytes for parameter in small)
+    try:
+        twin = OptimizerTwin(type(optimizer)(groups), scale)
+        twin.step()
+        return measure(twin) * scale
+    except Exception:  # noqa: BLE001  such as one that takes its step with a closure only
+        return None
+
+
+def trained_by(optimizer: Any) -> list[nn.Parameter]:
+    """The parameters that an optimizer changes."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _part_of(parameter: nn.Parameter, divisor: int) -> nn.Parameter:
+    """A parameter of a part of the rows, with a gradient; where there are too few rows, of a part of the columns."""
+    shape = []
+    for size in parameter.shape:
+        shape.append(max(1, size // divisor))
+        divisor = max(1, divisor // size)
+    part = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device="cpu"))
+    part.grad = torch.ones_like(part)
+    return part
