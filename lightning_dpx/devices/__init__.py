@@ -40,7 +40,7 @@ from lightning_dpx.devices.memory import (
 )
 from lightning_dpx.devices.offload import OffloadedTensor
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
-from lightning_dpx.devices.timing import Stopwatch, clock_of, is_modelled, modelled_rates
+from lightning_dpx.devices.timing import Stopwatch, clock_of, counts_by_its_clock, is_modelled, modelled_rates
 
 __all__ = [
     "Capacity",
@@ -55,6 +55,7 @@ __all__ = [
     "canonical_device",
     "capacity_of",
     "clock_of",
+    "counts_by_its_clock",
     "default_backend",
     "device_beside",
     "device_context",

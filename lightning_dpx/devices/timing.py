@@ -45,10 +45,15 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     """
     if is_host(device):
         return time.thread_time
-    rates = modelled_rates(device)
-    if rates is not None and rates.copied < math.inf:
+    if counts_by_its_clock(device):
         return partial(_modelled_seconds, device)
     return time.perf_counter
+
+
+def counts_by_its_clock(device: torch.device) -> bool:
+    """Whether seconds of ``device`` are those of a model in which copies take time, each after what came before it."""
+    rates = modelled_rates(device)
+    return rates is not None and rates.copied < math.inf
 
 
 def _modelled_seconds(device: torch.device) -> float:

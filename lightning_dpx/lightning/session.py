@@ -166,8 +166,14 @@ class Session(Run):
             self.batch_writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
         return batch
 
-    def end_batch(self, name: str, args: tuple[Any, ...]) -> None:
-        """Hooks find in the batch what the step wrote there."""
+    def end_batch(self, name: str, args: tuple[Any, ...], *, backward_follows: bool = False) -> None:
+        """Hooks find in the batch what the step wrote there.
+
+        Args:
+            name: Of the step.
+            args: Of the step.
+            backward_follows: Whether activations are there until its end, when :meth:`move_batch` is called.
+        """
         if not self.batch_writes.is_watched:
             return
         # Several training loaders give one combined batch; only evaluation tells its loaders apart.
@@ -175,7 +181,14 @@ class Session(Run):
         problem = self.batch_writes.finish(rules, self.strategy.root_device, self.replicas.output_dim)
         if problem is not None:
             self.whole_batches.give_whole(name, *unlike_one_batch(problem))
-        self.batch_writes.move_to(self.strategy.root_device)
+        # No hook gets the batch until then, and all of its rows would be there beside the activations.
+        if not backward_follows:
+            self.move_batch()
+
+    def move_batch(self) -> None:
+        """Hooks find the batch on the device of the module."""
+        if self.batch_writes.is_watched:
+            self.batch_writes.move_to(self.strategy.root_device)
 
     def before_evaluation_batch(self) -> None:
         """Several processes may be told to stop between two batches."""

@@ -22,6 +22,7 @@ import torch
 from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
+from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.lightning.whole_batches import ADVICE
@@ -124,7 +125,8 @@ class TrainingFlow:
             if session.gradient_hooks.before_backward_of_step:
                 session.step.show_buffers()
         put_iterators_back(session.module)
-        session.end_batch(NAME, args)
+        has_backward = session.module.automatic_optimization and not skips_backward(session.trainer)
+        session.end_batch(NAME, args, backward_follows=has_backward and outputs is not None)
         return outputs
 
     def rehearsed(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:
@@ -290,6 +292,7 @@ class TrainingFlow:
         if self._is_merged_step:
             return  # that was all of it
         self._session.memory.guard_backward(self._backward)
+        self._session.move_batch()
 
     def _backward(self) -> None:
         session = self._session

@@ -32,7 +32,7 @@ _HIDES = 0.5  # of the computation is taken for copies: they come in bursts, and
 def ways_to_offload(profile: Profile) -> Iterator[Profile]:
     """The same step with the values marked that would be offloaded; on the host there is one way: none."""
     costs = _copying(profile)
-    if costs:
+    if costs and profile.hides_copies:
         # What goes out hides behind forward, and the same comes back behind backward: the shorter
         # one decides.
         beside = min(profile.forward_seconds, profile.step_seconds - profile.forward_seconds)
@@ -127,11 +127,14 @@ def least_seconds_with_offloading(problem: Problem, budget: int) -> float:
             seconds_back = sum(value.seconds for value in values)
             copying = [value.copying for value in values]
             if all(copying):
-                seconds_back = min(seconds_back, sum(copying))
+                # Away and back, where nothing hides the way there.
+                ways = 1 if profile.hides_copies else 2
+                seconds_back = min(seconds_back, ways * sum(copying))
                 copies.append(sum(copying) / unit.num_bytes)
             rates.append((seconds_back / unit.num_bytes, unit.num_bytes))
     # As many bytes as the fastest copies could take out while forward runs go for nothing.
-    lacking -= profile.forward_seconds / min(copies)
+    if profile.hides_copies:
+        lacking -= profile.forward_seconds / min(copies)
     for rate, size in sorted(rates):
         if lacking <= 0:
             break
