@@ -103,6 +103,8 @@ def _passing(profile: Profile, event: int) -> int:
 
 def _bottleneck(problem: "Problem") -> str:
     """The largest unit that sets the floor."""
+    if not problem.units and problem.profile.calls:
+        return "All that is saved is too small to be dropped alone; only whole calls of modules can be replayed."
     if not problem.units:
         return "Nothing that is saved is large enough to drop."
     unit = max(problem.units, key=lambda unit: unit.num_bytes)

@@ -225,7 +225,9 @@ class ProfilingHooks(Rematerialisation):
 
     def try_new_values(self) -> None:
         """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
-        if not self._untried:
+        # Where all that a step saves is too small for a decision of its own, its calls may be worth one.
+        tries_calls = self.is_over and not self.log.asks
+        if not self._untried and not tries_calls:
             return
         self._holders.clear()
         self._refuse_written()
@@ -236,7 +238,7 @@ class ProfilingHooks(Rematerialisation):
                 if self.is_over:
                     # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
                     self.found.add_dead({**self._tried})
-                if self.is_over and not self.log.asks:
+                if tries_calls:
                     self.calls.try_all(self._meter)
         finally:
             self._new.clear()  # also where memory runs out: then all that is held goes
