@@ -63,6 +63,9 @@ class _Mark:
         return same and list(map(_version, leaves)) == self.versions
 
 
+_NEVER_CURRENT = _Mark(_MISSING, [], [])
+
+
 @dataclass(slots=True, eq=False)  # not frozen: K are made in every step
 class _Given:
     """The batch that a replica's step got.
@@ -159,6 +162,7 @@ class BatchWrites:
     def show(self, batch: Any) -> Any:
         """The batch that hooks get: equal to ``batch``, and exchangeable in all its parts."""
         self._given = []
+        self.values = {}  # of the last batch, which would be there beside this one
         self._shown = _exchangeable(batch)
         return self._shown
 
@@ -172,10 +176,12 @@ class BatchWrites:
         with self._lock:
             self._given.append(given)
 
-    def let_go(self, batch_slice: BatchSlice) -> None:
-        """A replica's step is over: what it got, and wrote nothing into, need not stay on the device until the last is.
+    def let_go(self, batch_slice: BatchSlice, *, others_follow: bool) -> None:
+        """A replica's step is over: what it got need not stay on its device until the last one is.
 
-        On one device all rows are there while any of them are at work. Micro-batches are for where that is too much.
+        Args:
+            batch_slice: Of the replica.
+            others_follow: Whether its device has micro-batches, which are for where all rows at once are too much.
         """
         if is_host(batch_slice.replica.device):
             return
@@ -187,6 +193,19 @@ class BatchWrites:
         if given.is_as_loaded and self._wrote_nothing(given):
             # Where others have written, its rows are wanted again: those that were loaded are the same.
             self._given[found[-1]] = self._marked(batch_slice, batch_slice.batch, True)
+        # What an object of a library's holds is compared with what it held, on the device.
+        elif others_follow and not given.objects:
+            self._given[found[-1]] = self._on_host(given)
+
+    def _on_host(self, given: _Given) -> _Given:
+        """The same batch on the host, in which the same counts as written."""
+        now = dict(_parts(given.batch, self._shown, (), of_hooks=not given.is_as_loaded))
+        written = list(_written(given, now))
+        there = tree_map_only(torch.Tensor, torch.Tensor.cpu, given.batch)
+        marks = dict(self._marked(given.batch_slice, there, given.is_as_loaded).marks())
+        for path in written:
+            marks[path] = _NEVER_CURRENT
+        return _Given(given.batch_slice, there, given.is_as_loaded, None, [], marks, {})
 
     def _wrote_nothing(self, given: _Given) -> bool:
         if given.parts is not None:

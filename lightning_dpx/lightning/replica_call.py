@@ -85,7 +85,7 @@ class ReplicaCall:
         with recording, context:
             batch = session.moved(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
-        session.batch_writes.let_go(batch_slice)
+        session.batch_writes.let_go(batch_slice, others_follow=session.replicas.cuts_slices)
         if self._stops is not None and session.trainer.should_stop:
             # All replicas have one Trainer: taken back at once, the answer of the next slice
             # is its own.

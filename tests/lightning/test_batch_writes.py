@@ -252,7 +252,7 @@ class IntoSomeRowsOfADict(IntoSomeRows, IntoADict):
         return [batch["x"], batch["y"]]
 
 
-@pytest.mark.parametrize("kind", [IntoSomeRows, IntoSomeRowsOfADict])
+@pytest.mark.parametrize("kind", [IntoSomeRows, IntoSomeRowsOfADict, IntoADict, OnItsWay, IntoRows])
 @pytest.mark.parametrize(("num_replicas", "micro_batches"), [(1, 3), (2, 2), (3, 1)])
 def test_slices_that_wrote_nothing_come_together_with_those_that_did(kind, num_replicas, micro_batches) -> None:
     strategy = dpx.DPXStrategy(execution="inline", micro_batches=micro_batches)
@@ -282,13 +282,28 @@ class Wide(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class WideOnItsWay(Wide):
+    """Made anew in the hook that gets it on its device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {key: value + 0 for key, value in batch.items()}
+
+
+class WideWritten(Wide):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        batch["x"].mul_(1)
+        return loss
+
+
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-def test_micro_batches_are_on_the_device_one_after_the_other(hardware: str) -> None:
+@pytest.mark.parametrize("kind", [Wide, WideOnItsWay, WideWritten])
+def test_micro_batches_are_on_the_device_one_after_the_other(kind: type[Wide], hardware: str) -> None:
     """Where hooks look at batches all of them stayed there until the last had run: 1.14 of a budget were taken."""
     if hardware == "cpu":
         pytest.skip("one memory")
     rows = [{"x": torch.ones(8, 32768), "row": torch.arange(8)} for _ in range(3)]
-    model = Wide()
+    model = kind()
     strategy = dpx.DPXStrategy(micro_batches=8, verify="off")
     make_trainer(strategy=strategy, devices=1, max_epochs=1).fit(model, DataLoader(rows, batch_size=None))
     assert len(model.peaks) == 3
