@@ -150,7 +150,9 @@ class WholeRun:
             transfer = Transfer(shadow.trainer, shadow, call.dataloader_idx)
             batch = transfer.to_replica(batch_slice)
             writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
-            return getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+            output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+        writes.let_go(batch_slice, others_follow=False)
+        return output
 
 
 @torch.no_grad()

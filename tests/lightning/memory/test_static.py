@@ -171,7 +171,7 @@ class Penalized(Layers):
 
 @pytest.mark.parametrize(("kind", "tokens"), [(Layers, 4), (Penalized, 128)])
 def test_later_looks_at_a_step_are_within_the_budget(kind: type[Layers], tokens: int, sim: Any) -> None:
-    """Batches 2, 4 and 8 are looked at again: that takes no more than a step, and leaves nothing in circles."""
+    """Batches 2, 4 and 8 are looked at again: that takes no more than the budget, and leaves nothing in circles."""
     torch.manual_seed(0)
     whole = torch.randn(8 * 9, tokens, 64)
     model = kind()
@@ -179,7 +179,8 @@ def test_later_looks_at_a_step_are_within_the_budget(kind: type[Layers], tokens:
     budget = int(1.1 * min(peaks_of_later_steps(model, whole, sim, micro_batches=8)))
     within = peaks_of_later_steps(model, whole, sim, micro_batches=8, memory_budget=budget)
     assert max(within) <= budget, (budget, within)
-    assert set(within) == {within[1]}, "of the third batch, which is not looked at"
+    usual = {peak for batch, peak in enumerate(within, start=2) if batch not in (2, 4, 8)}
+    assert usual == {min(within)}
 
 
 def peaks_of_later_steps(model: LightningModule, whole: torch.Tensor, sim: Any, **options: Any) -> list[int]:
