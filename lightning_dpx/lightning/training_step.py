@@ -292,7 +292,9 @@ class TrainingFlow:
         if self._is_merged_step:
             return  # that was all of it
         self._session.memory.guard_backward(self._backward)
-        self._session.move_batch()
+        # A step by hand runs its backwards itself, and goes on after them.
+        if self._session.module.automatic_optimization:
+            self._session.move_batch()
 
     def _backward(self) -> None:
         session = self._session

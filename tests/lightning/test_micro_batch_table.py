@@ -85,16 +85,26 @@ class Squares(Classifier):
         return F.cross_entropy(self.net(batch[0]), batch[1]).sqrt()
 
 
-class Remembers(Classifier):
-    """A hidden state that goes from step to step, and is that of a slice."""
+class RemembersAMean(Classifier):
+    """A hidden state that goes from step to step; that of the batch is the mean of those of slices."""
 
-    mean = 0.0
+    state = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.net(batch[0])
-        loss = F.cross_entropy(logits + self.mean, batch[1])
-        self.mean = logits.detach().mean(0)
+        loss = F.cross_entropy(logits + self.state, batch[1])
+        self.state = self.summary(logits.detach())
         return loss
+
+    def summary(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.mean(0)
+
+
+class Remembers(RemembersAMean):
+    """A hidden state that is that of a slice."""
+
+    def summary(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.amax(0) * logits.mean(0)
 
 
 KINDS: list[tuple[Trained, type[LightningModule]]] = [
@@ -102,7 +112,7 @@ KINDS: list[tuple[Trained, type[LightningModule]]] = [
     *((writes.outcome, kind) for kind in writes.KINDS),
     *((fitted_by_hand, kind) for kind in by_hand.KINDS),
     *((fitted, kind) for kind in (GAN, WithSAM, SAMByTwoSteps)),
-    *((fitted, kind) for kind in (Measured, Temperature, TwoOptimizers, ClosesOverItself, Schedules)),
+    *((fitted, kind) for kind in (Measured, Temperature, TwoOptimizers, ClosesOverItself, Schedules, RemembersAMean)),
     *((fitted, kind) for kind in (OfAList, InAnObject, OfAGenerator)),
 ]
 
