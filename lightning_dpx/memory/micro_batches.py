@@ -193,6 +193,10 @@ def plan_in_micro_batches(
             continue
         exact = candidate_of(profiles, chosen.number, chosen.budget)
         candidates = [exact if other.number == chosen.number else other for other in candidates]
+        # The first that needs no plan is the last of them, and this one was taken for it.
+        if exact.number == candidates[-1].number and not exact.fits:
+            further = candidates_of(profiles, budget_of, most)
+            candidates += [other for other in further if other.number > exact.number]
         # Its plan was for the guess.
         plans.forget(chosen.number)
 

@@ -158,6 +158,16 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
     assert (choice.candidate.rows, plan.micro_batches) == (3, 8)
 
 
+def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
+    """The last size that a guess said to fit takes more, and so do all that are larger."""
+
+    def profile_of(rows: int, _adds: bool) -> Profile:
+        return part(rows if rows == 1 else max(5, rows), 0.0)
+
+    _plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, int(3.5 / ROWS * WHOLE.peak))
+    assert choice.candidate.rows == 1
+
+
 def test_a_refusal_counts_what_micro_batches_leave_beside_them() -> None:
     aside = WHOLE.peak // 2
     with pytest.raises(dpx.BudgetError, match=r"In \d+ micro-batches of \d+ rows, beside .* of gradients") as refused:
