@@ -26,6 +26,7 @@ from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
 from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, end_of_step, keeps_gradients
 from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import (
@@ -108,6 +109,7 @@ class ActivationPlanner(Callback):
         self.profile: Profile | None = None
         self._given = self.plan is not None
         self._shapes = KnownShapes()
+        self._trained = TrainedParameters()
         self._profiles = list[Profile]()
         self._other_steps = OtherSteps()
         # Hooks have no block to put a context around: one enters it, another closes it.
@@ -174,6 +176,7 @@ class ActivationPlanner(Callback):
         if applied_plan(pl_module) is not None:
             remove_plan(pl_module)
         self._shapes = KnownShapes()
+        self._trained = TrainedParameters()
         self._profiles = []
         self._other_steps = OtherSteps()
         self._cache.start()
@@ -182,6 +185,9 @@ class ActivationPlanner(Callback):
         """Whether nothing is planned for a batch of that shape, or for steps such as an earlier one was."""
         if (applied := applied_plan(module)) is not None:
             self._other_steps.look_back(applied)
+        # What was unfrozen since then is in no profile.
+        if self._trained.note(list(module.parameters())):
+            self._shapes = KnownShapes()
         if self._other_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
             self._cache.leave()
             self._shapes = KnownShapes()

@@ -27,6 +27,7 @@ from lightning_dpx.lightning.memory.seen_steps import (
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.static import StaticMemory
+from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.memory import (
     MemoryPlan,
     Planner,
@@ -90,6 +91,7 @@ class MemoryPlanning:
             raise ConfigurationError(f"plan={plan!r} is not allowed; give a MemoryPlan or the path of a saved one.")
         self.devices: DevicePlans = DevicePlans()
         self._shapes = KnownShapes()
+        self._trained = TrainedParameters()
         self._announced_no_loss = False
         self._provisional = False  # made before the first batch, since when others may have taken memory
         self._peaks = PeakCheck()
@@ -180,6 +182,13 @@ class MemoryPlanning:
                 f"{format_mib(rooms[home])} on {home} that memory_budget leaves for activations; "
                 "the first batch is planned."
             )
+
+    def trains_more(self, replicas: ReplicaSet) -> bool:
+        """Whether parameters get gradients that did not: then no batch is known, as its step was another one."""
+        if self.budgets.given is None or not self._trained.note(replicas.root.parameters):
+            return False
+        self._shapes = KnownShapes()
+        return True
 
     def is_open(self, replicas: ReplicaSet, slices: Sequence[BatchSlice]) -> bool:
         """Whether these slices need a plan of their own: the first ones, or larger than any known one in some dim.
@@ -579,6 +588,7 @@ class MemoryPlanning:
     def forget(self) -> None:
         """Forgets what was found and planned, so that the next run plans anew."""
         self._shapes = KnownShapes()
+        self._trained = TrainedParameters()
         self._peaks.restart()
         self._provisional = False
         self._other_steps = OtherSteps()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
-from lightning_dpx.lightning.memory.auto_shift import most_states_of
+from lightning_dpx.lightning.memory.auto_shift import most_states_of, states_of
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice
@@ -145,13 +145,34 @@ def _held_by(holder: Any) -> list[torch.Tensor]:
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:
     """Optimizer state that the owners of ``parameters`` will hold, and that is not counted yet."""
     copies = most_states_of(optimizers, default=2)
-    # State that exists is among what an accelerator's allocator counts; on
-    # the host nothing counts it.
-    there = sum(len(optimizer.state) for optimizer in optimizers) > 0
+    missing = _missing_states(optimizers)
+    have_stepped = any(len(optimizer.state) for optimizer in optimizers)
     bytes_by_device: dict[torch.device, int] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             device = canonical_device(parameter.device)
-            share = 0 if there and not is_host(device) else copies
+            share = copies
+            # State that exists is among what an accelerator's allocator counts; on
+            # the host nothing counts it.
+            if have_stepped and not is_host(device):
+                share = missing.get(id(parameter), 0)
             bytes_by_device[device] = bytes_by_device.get(device, 0) + share * parameter.nbytes
     return bytes_by_device
+
+
+def _missing_states(optimizers: Sequence[Any]) -> dict[int, int]:
+    """By its id, how many tensors of a parameter's size its optimizer will keep for it, where it keeps none yet.
+
+    Those of a network that is trained in other steps, or that was frozen until now.
+    """
+    missing: dict[int, int] = {}
+    for optimizer in optimizers:
+        # L-BFGS keeps what it knows of all parameters with the first.
+        if optimizer.state and "history_size" in optimizer.defaults:
+            continue
+        copies = states_of(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in optimizer.state:
+                    missing[id(parameter)] = copies
+    return missing

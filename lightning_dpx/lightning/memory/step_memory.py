@@ -138,13 +138,15 @@ class StepMemory(NoStepMemory):
     def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
 
-        A larger batch never has fewer: what was chosen before is needed for the smaller ones.
+        Anew as well where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed
+        for the smaller ones.
 
         Raises:
             BudgetError: the budget cannot be met, whatever the number.
         """
         chooser = self._micro_batches
         session = self._session
+        trains_more = self._planning.trains_more(session.replicas)
         grows = chooser.has_chosen_for_less(slices)
         if not session.options.chooses_micro_batches or not (chooser.is_open or grows):
             return False
@@ -175,7 +177,7 @@ class StepMemory(NoStepMemory):
         # After the cut: making replicas anew removes the plans, and forgets
         # the costs along with them.
         self._planning.cut_costs = {device: choice.cut_share for device, choice in chooser.choices.items()}
-        if grows:
+        if grows and not trains_more:
             session.strategy.announce(_NO_BOUND)
         return True
 

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from tests.conftest import make_trainer
 from tests.programs import start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
@@ -88,3 +92,42 @@ def test_steps_by_hand_of_a_sharded_module_follow_a_plan_and_get_none(found: lis
             "ActivationPlanner was given a budget, and plans steps of a sharded module with automatic optimization only"
         )
         assert one["by_hand"]["same"]
+
+
+class Unfreezes(LightningModule):
+    """The head alone gets gradients in the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()).requires_grad_(False)
+        self.head = nn.Linear(256, 1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.head(self.net(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unplanned(Callback):
+    """Notes what each step would take without its plan."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        planner = next(callback for callback in trainer.callbacks if isinstance(callback, dpx.ActivationPlanner))
+        self.peaks.append(planner.plan.unplanned_peak)
+
+
+def test_what_is_unfrozen_during_a_run_is_planned_for_before_its_first_step() -> None:
+    data = DataLoader(TensorDataset(torch.randn(64, 32)), 64)
+    seen = Unplanned()
+    trainer = make_trainer(strategy="auto", max_epochs=2, callbacks=[dpx.ActivationPlanner(budget="1MiB"), seen])
+    trainer.fit(Unfreezes(), data)
+    frozen, unfrozen = seen.peaks
+    assert unfrozen > 2 * frozen

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from lightning_dpx.lightning.memory.static import bytes_of_states
 from lightning_dpx.reducers import REDUCERS
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.step import TrainingStep
-from tests.conftest import SIMULATED, make_trainer
-from tests.lightning.memory.test_planning import MIB, tower
+from tests.conftest import SIMULATED, assert_equal, make_trainer
+from tests.lightning.memory.test_planning import MIB, Tower, loader, tower
 from tests.lightning.memory.test_shifts_and_plans import EACH, HALF, trained
 
 pytestmark = [
@@ -287,3 +288,68 @@ def test_nothing_is_told_of_steps_within_the_budget(sim: Any) -> None:
         warnings.filterwarnings("error", message="dpx:")
         within = peaks_of_later_steps(Layers(), whole, sim, micro_batches=1, memory_budget=budget)
     assert max(within) <= budget
+
+
+class Backbone(BaseFinetuning):
+    """Unfreezes all but the head in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net, optimizer, lr=0.1)
+
+
+class Finetuned(Tower):
+    """The backbone joins the optimizer once it is unfrozen."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+def finetuned(**options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Finetuned(dropout=0.0)
+    torch.manual_seed(1)
+    strategy = dpx.DPXStrategy(**options)
+    trainer = make_trainer(max_epochs=2, strategy=strategy, accelerator="sim", devices=1, callbacks=[Backbone()])
+    trainer.fit(model, loader(), loader(batches=1))
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def test_what_is_unfrozen_during_a_run_is_planned_for(sim: Any) -> None:
+    """Its activations, its gradients, and the states that its optimizer will make."""
+    expected = finetuned()
+    unplanned = sim.max_memory_allocated(0)
+    sim.reset_peak_memory_stats(0)
+    budget = 3.75 * MIB
+    assert_equal(finetuned(memory_budget=int(budget)), expected, bitwise=True)
+    assert sim.max_memory_allocated(0) <= budget < 0.75 * unplanned
+
+
+def test_a_budget_without_room_for_what_is_unfrozen_is_refused(sim: Any) -> None:
+    with pytest.raises(dpx.BudgetError) as error:
+        finetuned(memory_budget="2MiB")
+    assert "it must allow at least" in "\n".join([str(error.value), *error.value.__notes__])
+
+
+def test_states_of_parameters_that_have_been_frozen_are_still_to_come(sim: Any) -> None:
+    first, second = (nn.Parameter(torch.zeros(1000, device="sim:0")) for _ in range(2))
+    optimizer = torch.optim.Adam([first])
+    assert bytes_of_states([first], [optimizer]) == {first.device: 2 * first.nbytes}
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    assert bytes_of_states([first], [optimizer]) == {first.device: 0}
+    optimizer.add_param_group({"params": [second]})
+    assert bytes_of_states([first, second], [optimizer]) == {first.device: 2 * second.nbytes}
+
+
+def test_an_optimizer_that_keeps_one_state_for_all_parameters_makes_no_other(sim: Any) -> None:
+    parameters = [nn.Parameter(torch.zeros(1000, device="sim:0")) for _ in range(2)]
+    optimizer = torch.optim.LBFGS(parameters, history_size=3)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(lambda: 1.0)
+    assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 0}
