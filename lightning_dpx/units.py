@@ -126,6 +126,16 @@ def format_bytes(size: float) -> str:
     return format_mib(size, 2)
 
 
+def format_least(size: int) -> str:
+    """Bytes that are needed, as :func:`format_bytes` shows them but rounded up: what is shown is enough."""
+    unit = 1
+    for larger in (KIB, MIB):
+        if size >= larger:
+            unit = larger
+    hundredths = -(-size * 100 // unit)
+    return format_bytes(hundredths * unit / 100)
+
+
 def format_seconds(seconds: float) -> str:
     """A time in the unit that shows it: ``"2.50 s"``, ``"18.3 ms"``, ``"5.0 us"``."""
     if seconds >= 1:

@@ -7,6 +7,7 @@ from lightning_dpx.units import (
     GIB,
     MIB,
     format_bytes,
+    format_least,
     format_mib,
     format_part,
     format_seconds,
@@ -51,6 +52,15 @@ def test_messages_tell_mib(size: float, digits: int, text: str) -> None:
 @pytest.mark.parametrize(("size", "text"), [(512, "512 bytes"), (1536, "1.50 KiB"), (6.3 * MIB, "6.30 MiB")])
 def test_small_sizes_are_told_in_the_unit_that_shows_them(size: float, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    "size", [1, 1023, 1025, 2049, MIB - 1, MIB, MIB + 1, 7 * MIB + 5000, 7 * MIB + 5243, 3 * GIB + 1]
+)
+def test_what_is_needed_is_told_as_a_size_that_does(size: int) -> None:
+    told = format_least(size)
+    assert size <= parse_bytes("memory", told.replace("bytes", "B")) <= size + 0.01 * MIB
+    assert format_least(2 * MIB) == format_bytes(2 * MIB), "a round figure stays"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
-from lightning_dpx.units import format_bytes, format_mib, format_part
+from lightning_dpx.units import format_bytes, format_least, format_mib, format_part
 
 _FULL = 0.9  # of the bytes of a slice
 
@@ -482,7 +482,8 @@ class MemoryPlanning:
         return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
 
     def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
-        least = format_bytes(held + sharing * (error.smallest or 0))
+        # Given as a budget, what is told must do.
+        least = format_least(held + sharing * (error.smallest or 0))
         error.add_note(
             f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which parameters, "
             f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; it must allow at "

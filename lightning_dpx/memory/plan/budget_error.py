@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.solvers.bounds import least_bytes
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.units import format_bytes
+from lightning_dpx.units import format_bytes, format_least
 
 if TYPE_CHECKING:
     from lightning_dpx.memory.plan.problem import Problem
@@ -33,7 +33,7 @@ def budget_error(
     other = f" by planner={planner!r}, which reaches {format_bytes(reached)}" if least <= budget else ""
     sentences = [
         f"A budget of {format_bytes(budget)} for activations cannot be met{other}; the smallest that can is "
-        f"{format_bytes(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and "
+        f"{format_least(least)}, without a plan it is {format_bytes(profile.peak)}, and nothing that drops and "
         f"computes again takes less than {format_bytes(surely)}.",
         _costliest_moment(smallest),
         _bottleneck(smallest.problem),

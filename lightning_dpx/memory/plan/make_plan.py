@@ -19,7 +19,7 @@ from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
 from lightning_dpx.memory.profile.data import Profile, SavedValue
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
-from lightning_dpx.units import format_bytes
+from lightning_dpx.units import format_bytes, format_least
 
 _NEAR = 1.35  # times the extra time of the best: a plan that is said to take so much may be faster
 
@@ -157,7 +157,7 @@ def _with_or_without_shares(
     if not tried:
         raise BudgetError(
             f"A budget of {format_bytes(budget or 0)} for activations cannot be met; the smallest that can is "
-            f"{format_bytes(min(smallest))}, also where compiled parts save as little as they can, and without a plan "
+            f"{format_least(min(smallest))}, also where compiled parts save as little as they can, and without a plan "
             f"it is {format_bytes(profile.peak)}. {of_compiled_whole(profile)}Allow more, or use a smaller batch.",
             min(smallest),
         )

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,17 @@ def test_frozen_layers_above_trained_ones_fit_into_as_little(devices: int, execu
     )
     expected = fit(frozen(), strategy=dpx.DPXStrategy(verify="off", execution=execution), devices=devices)
     assert_equal(ours, expected, bitwise=True)
+
+
+@pytest.mark.parametrize("depth", [3, 4, 5, 6])
+def test_the_budget_that_an_error_names_is_met(depth: int) -> None:
+    # Parameters, gradients, a state, and some more.
+    size = 3 * sum(parameter.nbytes for parameter in tower(depth=depth).parameters()) + MIB // 2
+    with pytest.raises(dpx.PlanError) as error:
+        fit(tower(depth=depth), strategy=dpx.DPXStrategy(verify="off", memory_budget=size))
+    named = re.search(r"it must allow at least ([\d.]+ MiB)", "".join(error.value.__notes__))
+    assert named is not None
+    fit(tower(depth=depth), strategy=dpx.DPXStrategy(verify="off", memory_budget=named[1]))
 
 
 class Swings(nn.Sequential):
