@@ -29,10 +29,25 @@ class FewRows:
         self._num_slices = len(call.active)
         self._replicas = replicas
         self.skipped: float = 0.0
+        self._most_rows = 0
+
+    def keep_to_micro_batch(self) -> None:
+        """Takes no more rows from here on than a micro-batch has, for which there is room; two at the least."""
+        # On several devices each has a part of the rows.
+        if len(self._replicas.devices) == 1:
+            self._most_rows = max(2, *self.real_sizes)
 
     def unequal_sizes(self, factor: int) -> tuple[int, ...]:
-        """How many rows each slice has in a rehearsal, times ``factor`` where that many are there."""
-        return unequal_sizes(self._num_rows, self._num_slices, factor)
+        """How many rows each slice has in a rehearsal, times ``factor`` where that many are there.
+
+        Fewer slices than there are where all of them together would have too many rows.
+        """
+        sizes = unequal_sizes(self._num_rows, self._num_slices, factor)
+        most = self._most_rows
+        if not most or sum(sizes) <= most:
+            return sizes
+        second = max(1, (most - 1) // 2)
+        return most - second, second
 
     @property
     def real_sizes(self) -> tuple[int, ...]:

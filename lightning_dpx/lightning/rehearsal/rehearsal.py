@@ -140,6 +140,8 @@ class Rehearsal:
         """
         self._looks_again = True
         self._rows.skipped = part or 0.0
+        if self._plans_memory:
+            self._rows.keep_to_micro_batch()
         look = self._on_real_rows if part is None else partial(self._on_rows, 1)
         # The question of metrics has been answered by the first rehearsal, and
         # steps run by that answer.

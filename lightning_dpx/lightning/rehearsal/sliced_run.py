@@ -157,7 +157,9 @@ class SlicedRun:
     def _slices_of(self, replicas: ReplicaSet, sizes: tuple[int, ...]) -> list[BatchSlice]:
         parts = self._rows.slices(sizes)
         slices: list[BatchSlice] = []
-        for index, size, part in zip(self._step.call.active, sizes, parts, strict=True):
+        # Fewer slices than in the run, where all of them would have too many rows.
+        active = self._step.call.active[: len(sizes)]
+        for index, size, part in zip(active, sizes, parts, strict=True):
             slices.append(BatchSlice(replicas.replicas[index], size, part))
         return slices
 

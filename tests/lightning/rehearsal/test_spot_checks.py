@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -148,3 +150,35 @@ def test_news_are_kinds_that_were_not_told_before() -> None:
     assert checks.news(key, [("gradient", "e")]) == []
     assert checks.news(("validation_step", 0), [("output", "f")]) == [("output", "f")]
     assert [number for number in range(2, 40) if checks.is_due(key)] == [2, 4, 8, 16, 32]
+
+
+def test_a_look_at_micro_batches_keeps_to_the_budget(sim: Any) -> None:
+    """All rows together would take more without a graph than a micro-batch of one row does with its plan."""
+    taken: list[int] = []
+
+    class Wide(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU())
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            gc.collect()
+            sim.reset_peak_memory_stats(0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch[0]).square().mean()
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            taken.append(sim.max_memory_allocated(0))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rows = torch.randn(8 * 8, 4096, 16, generator=torch.Generator().manual_seed(0))
+    budget = 9 * 2**18
+    strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches="auto")
+    trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1)
+    trainer.fit(Wide(), DataLoader(TensorDataset(rows), 8))
+    assert max(taken[1:]) <= budget
