@@ -179,7 +179,9 @@ class EvaluationCuts:
             # Over its budget, as one device would be: no evaluation is refused.
             if number is None:
                 least = format_bytes(needs.peak(rows, rows))
-                rank_zero_warn(f"dpx: {takes}. It stays in one piece, as row by row it still takes {least}.")
+                # What takes nothing is not what exceeds it: parameters and gradients alone do.
+                if needs.peak(rows):
+                    rank_zero_warn(f"dpx: {takes}. It stays in one piece, as row by row it still takes {least}.")
                 continue
             place = partition.device_of[here[0].replica.index]
             # Never fewer, as an earlier loader or a larger batch needed them.
