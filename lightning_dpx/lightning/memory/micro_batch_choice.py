@@ -72,7 +72,7 @@ class MicroBatchChooser:
         room_of: RoomOf,
         planner: Any,
         aside_of: RoomOf,
-        explain: Callable[[BudgetError, torch.device], None],
+        explain: Callable[[BudgetError, torch.device, int | None], None],
     ) -> list[int]:
         """Micro-batches of every device, 1 where its slice had better stay in one piece.
 
@@ -82,7 +82,7 @@ class MicroBatchChooser:
             room_of: What is allowed.
             planner: Who plans.
             aside_of: What micro-batches need beside their activations, and a step in one piece does not.
-            explain: Adds to a refusal what else the device holds.
+            explain: Adds to a refusal what else the device holds, and what activations need in one piece.
 
         Raises:
             BudgetError: a budget cannot be met, whatever the number.
@@ -104,7 +104,7 @@ class MicroBatchChooser:
                 try:
                     self.choices[home] = self._choice(batch_slice, run, room, planner, aside_of(home))
                 except BudgetError as error:
-                    explain(error, home)
+                    explain(error, home, self._least_in_one_piece(batch_slice.num_rows, room, planner))
                     raise
         except UncuttableBatch as error:
             self.why_whole = error.reason
@@ -197,6 +197,18 @@ class MicroBatchChooser:
             runs_twice=session.end_hook("training_step") is not None,
         )
         return choice
+
+    def _least_in_one_piece(self, rows: int, room: int, planner: Any) -> int | None:
+        """Bytes of activations that a step of all rows needs at least; ``None`` where that is not known."""
+        session = self.session
+        whole = self.tried.get((rows, keeps_gradients(session.trainer)))
+        if whole is None:
+            return None
+        try:
+            session.strategy.planning.cache.plan_profile(session.replicas.root.module, whole, planner, room)
+        except BudgetError as error:
+            return error.smallest
+        return None
 
     def stay_whole(self, reason: str) -> None:
         """Leaves steps in one piece; the reason is told once a plan shows that it matters."""

@@ -497,11 +497,20 @@ class MemoryPlanning:
         static: StaticMemory,
         error: BudgetError,
         device: torch.device,
+        in_one_piece: int | None,
     ) -> None:
-        """Adds to the refusal of a replica's activations what else is on ``device``."""
+        """Adds to the refusal of a replica's activations what else is on ``device``, and what one piece needs."""
         limit = self.budgets.limit(device, replicas.devices)
         held = static.beside_activations(device)
-        self._explain(error, device, held, limit, len(by_device(slices)[device]))
+        sharing = len(by_device(slices)[device])
+        self._explain(error, device, held, limit, sharing)
+        # A budget that only micro-batches meet is refused where they are found not to do.
+        if in_one_piece is not None and in_one_piece > (error.smallest or 0):
+            least = format_least(held + sharing * in_one_piece)
+            error.add_note(
+                f"In one piece a step needs {least}: micro-batches stay only where a check finds that they are what "
+                "one device gives."
+            )
 
     def room_of_replica(
         self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device

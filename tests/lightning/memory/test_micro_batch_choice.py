@@ -194,6 +194,28 @@ def test_a_step_that_fits_stays_in_one_piece_and_is_profiled_once(one_device, ca
     assert said(caplog).count("profiles a step") == 1
 
 
+def test_an_evaluation_that_takes_nothing_is_not_said_to_exceed_a_budget_without_room() -> None:
+    with pytest.raises(dpx.BudgetError, match="what is there beside activations"):
+        fitted(Tower(), **options_for(Tower(), 1000))
+
+
+class Norm(Tower):
+    """The norm of what all rows give."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx).sqrt()
+
+
+def test_a_refusal_says_what_a_step_needs_whose_micro_batches_do_not_stay() -> None:
+    """A check would find that they are not what one device gives."""
+    with pytest.raises(dpx.BudgetError, match=r"In \d+ micro-batches") as error:
+        fitted(Norm(), **options_for(Tower(), 34_000))
+    notes = "\n".join(error.value.__notes__)
+    in_one_piece = re.search(r"In one piece a step needs ([\d.]+ [KM]iB): micro-batches stay only where", notes)
+    assert in_one_piece is not None
+    fitted(Norm(), memory_budget=in_one_piece[1], micro_batches="auto")
+
+
 def test_without_a_budget_there_is_nothing_to_choose_for(one_device) -> None:
     seen_rows()
     seen = fitted(Tower(), micro_batches="auto")
