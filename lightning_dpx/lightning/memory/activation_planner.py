@@ -24,8 +24,9 @@ from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
-from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, end_of_step, keeps_gradients
+from lightning_dpx.lightning.memory.profiling import NoLossError, end_of_step, keeps_gradients
 from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
@@ -110,6 +111,7 @@ class ActivationPlanner(Callback):
         self._given = self.plan is not None
         self._shapes = KnownShapes()
         self._trained = TrainedParameters()
+        self._without_loss = StepsWithoutLoss()
         self._profiles = list[Profile]()
         self._other_steps = OtherSteps()
         # Hooks have no block to put a context around: one enters it, another closes it.
@@ -151,6 +153,7 @@ class ActivationPlanner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans if need be, and begins to follow."""
+        self._without_loss.begin_step()
         # All plan if one must: a profiled step may hold collectives, in which
         # the others would be missed.
         if not self._given and trainer.strategy.reduce_boolean_decision(self._is_open(pl_module, batch), all=False):
@@ -159,8 +162,9 @@ class ActivationPlanner(Callback):
             with shown("planning memory", enabled=shows_progress(trainer)), as_before:
                 try:
                     self._make_plan(trainer, pl_module, batch, batch_idx)
+                    self._without_loss.note_loss()
                 except NoLossError:  # it is asked again at the next batch
-                    rank_zero_info(NO_LOSS_YET)
+                    self._without_loss.note_none()
         self._step.enter_context(planned(pl_module))
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -177,6 +181,7 @@ class ActivationPlanner(Callback):
             remove_plan(pl_module)
         self._shapes = KnownShapes()
         self._trained = TrainedParameters()
+        self._without_loss = StepsWithoutLoss()
         self._profiles = []
         self._other_steps = OtherSteps()
         self._cache.start()
@@ -193,6 +198,8 @@ class ActivationPlanner(Callback):
             self._shapes = KnownShapes()
             self._profiles = []
             self._other_steps = OtherSteps()
+        if self._without_loss.skips_profile:
+            return False
         return not self._shapes.hold(batch) or self._other_steps.expected
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:

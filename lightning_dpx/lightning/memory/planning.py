@@ -18,7 +18,7 @@ from lightning_dpx.lightning.memory.joint_calls import JointCalls
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.peak_check import PeakCheck
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
-from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET, NoLossError, Step, devices_of
+from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
 from lightning_dpx.lightning.memory.seen_steps import (
     SeenStep,
     TriedSteps,
@@ -27,6 +27,7 @@ from lightning_dpx.lightning.memory.seen_steps import (
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.static import StaticMemory
+from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.memory import (
     MemoryPlan,
@@ -66,6 +67,7 @@ class MemoryPlanning:
         runs_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
         tried: Steps of the batch that is planned next, where their profiles are known.
         cache: What earlier runs have found.
+        without_loss: Counts training steps that return no loss.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
@@ -92,7 +94,7 @@ class MemoryPlanning:
         self.devices: DevicePlans = DevicePlans()
         self._shapes = KnownShapes()
         self._trained = TrainedParameters()
-        self._announced_no_loss = False
+        self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self._provisional = False  # made before the first batch, since when others may have taken memory
         self._peaks = PeakCheck()
         self._other_steps = OtherSteps()
@@ -202,6 +204,8 @@ class MemoryPlanning:
                 # Only the steps that have run can tell: a plan notes what they
                 # saved that no profile shows.
                 self._other_steps.look_back(applied)
+        if self.without_loss.skips_profile:
+            return False
         return not self.knows(slices) or self._other_steps.expected
 
     def knows(self, slices: Sequence[BatchSlice]) -> bool:
@@ -239,17 +243,13 @@ class MemoryPlanning:
             # takes long enough to need one.
             with shown("planning memory", enabled=shows_progress(trainer)):
                 self._decide(replicas, slices, run, static, source)
-        # Lightning lets a training step return None to skip a batch, so this is no error.
+            self.without_loss.note_loss()
+        # Lightning lets a training step return None to skip a batch, so this is no error. What is not
+        # known yet stays open; this step has no backward to plan for.
         except NoLossError:
-            self._announce_no_loss()
+            self.without_loss.note_none()
         finally:
             self._put_on(replicas)
-
-    def _announce_no_loss(self) -> None:
-        """What is not known yet stays open, so the next step is profiled; this one has no backward to plan for."""
-        if not self._announced_no_loss:
-            rank_zero_info(NO_LOSS_YET)
-        self._announced_no_loss = True
 
     def _decide(
         self,
@@ -599,6 +599,7 @@ class MemoryPlanning:
         """Forgets what was found and planned, so that the next run plans anew."""
         self._shapes = KnownShapes()
         self._trained = TrainedParameters()
+        self.without_loss = StepsWithoutLoss()
         self._peaks.restart()
         self._provisional = False
         self._other_steps = OtherSteps()

@@ -146,9 +146,11 @@ class StepMemory(NoStepMemory):
         """
         chooser = self._micro_batches
         session = self._session
+        self._planning.without_loss.begin_step()
         trains_more = self._planning.trains_more(session.replicas)
         grows = chooser.has_chosen_for_less(slices)
-        if not session.options.chooses_micro_batches or not (chooser.is_open or grows):
+        is_open = (chooser.is_open or grows) and not self._planning.without_loss.skips_profile
+        if not session.options.chooses_micro_batches or not is_open:
             return False
         replicas = session.replicas
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.

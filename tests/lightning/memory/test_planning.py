@@ -432,3 +432,26 @@ def test_a_plan_made_without_the_device_is_followed_there(tmp_path: Any) -> None
         peaks.append(sim.max_memory_allocated(0) - before)
     assert_equal(results[1], results[0], bitwise=True)
     assert peaks[0] - peaks[1] == pytest.approx(plan.unplanned_peak - plan.peak, rel=0.1)
+
+
+class OwnBackward(Tower):
+    """Runs a backward of its own with automatic optimization, and returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(len(batch[0]))
+        loss = F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+        loss.backward()
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_steps_that_never_return_a_loss_are_not_all_profiled(caplog: Any) -> None:
+    model = OwnBackward(dropout=0.0, depth=2)
+    strategy = dpx.DPXStrategy(verify="off", memory_budget="4MiB")
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="8 training steps in a row returned no loss"):
+        fit(model, loader(rows=16, batches=20), strategy=strategy)
+    profiled = [record for record in caplog.records if "profiles a step" in record.message]
+    assert len(profiled) == 9, "the first eight, and the sixteenth"
+    assert len(model.seen) == 20

@@ -1,0 +1,43 @@
+"""Steps that return no loss, one after the other: from none of them a plan can be made.
+
+One that skips a batch has a loss in the next. One that runs a backward of its own, and returns ``None`` with automatic
+optimization, never has: to profile all of them would make every step many times as long.
+"""
+
+from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET
+
+_MOST_PROFILES = 8  # in a row, of every step; later ones are of steps 16, 32, 64, ...
+
+
+class StepsWithoutLoss:
+    """Counts them, and says which are profiled."""
+
+    def __init__(self) -> None:
+        self._profiled = 0
+        self._steps = 0
+
+    def begin_step(self) -> None:
+        """A training step begins."""
+        self._steps += 1
+
+    @property
+    def skips_profile(self) -> bool:
+        """Whether so many had none that this step is not profiled."""
+        return self._profiled >= _MOST_PROFILES and self._steps & (self._steps - 1) > 0
+
+    def note_none(self) -> None:
+        """A profiled step returned no loss."""
+        self._profiled += 1
+        if self._profiled == 1:
+            rank_zero_info(NO_LOSS_YET)
+        elif self._profiled == _MOST_PROFILES:
+            rank_zero_warn(
+                f"dpx: {_MOST_PROFILES} training steps in a row returned no loss, so their memory is not planned, and "
+                "may exceed the budget; from here on ever fewer of them are looked at. A step that runs a backward of "
+                "its own is planned with self.automatic_optimization = False."
+            )
+
+    def note_loss(self) -> None:
+        """A profiled step returned one."""
+        self._profiled = 0
