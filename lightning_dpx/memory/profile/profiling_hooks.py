@@ -64,6 +64,7 @@ class ProfilingHooks(Rematerialisation):
         self.log: AutogradLog = AutogradLog(trace)
         self.calls: NotedCalls = NotedCalls(names, trace, self._saved_as, units)
         self.is_over = False
+        self._has_tried_calls = False
         # Weak, because the step lets go of values as it would without anybody watching.
         self._new: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()
         self._tried: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # their numbers
@@ -226,7 +227,9 @@ class ProfilingHooks(Rematerialisation):
     def try_new_values(self) -> None:
         """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
         # Where all that a step saves is too small for a decision of its own, its calls may be worth one.
-        tries_calls = self.is_over and not self.log.asks
+        # Once: a backward may begin at several places before it asks for anything.
+        is_news = bool(self._untried) or not self._has_tried_calls
+        tries_calls = self.is_over and not self.log.asks and is_news
         if not self._untried and not tries_calls:
             return
         self._holders.clear()
@@ -239,6 +242,7 @@ class ProfilingHooks(Rematerialisation):
                     # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
                     self.found.add_dead({**self._tried})
                 if tries_calls:
+                    self._has_tried_calls = True
                     self.calls.try_all(self._meter)
         finally:
             self._new.clear()  # also where memory runs out: then all that is held goes
