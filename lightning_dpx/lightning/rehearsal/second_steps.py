@@ -163,6 +163,9 @@ class SecondSteps:
 
         A loss that is kept to be looked at is the same then; a count of hits, or a matrix of confusions, is not.
         """
+        if self._step.by_hand and kept:
+            # It begins with other weights, and what is computed by them is another value each time.
+            second = self._whole_run.observe(sum(self._sizes), num_steps=2, same_weights=True)
         unstable: frozenset[str] = frozenset()
         if second.drew:  # then what changes may be another draw
             other = self._whole_run.observe(sum(self._sizes), other_draws=True)

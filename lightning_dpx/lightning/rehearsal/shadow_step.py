@@ -127,7 +127,11 @@ class ShadowStep:
 
     @contextmanager
     def pointing_at(
-        self, shadow: Any, session: "Session | None", judge: JudgingRules | None, seen: Observation
+        self,
+        shadow: Any,
+        session: "Session | None",
+        judge: JudgingRules | None,
+        optimizers: Mapping[str, Any],
     ) -> Iterator[None]:
         """The strategy, and through it the trainer, has the shadow for its module for a while.
 
@@ -135,7 +139,7 @@ class ShadowStep:
             shadow: Stands in for the user's module.
             session: Of its replicas; ``None`` as on one device.
             judge: Finds out how results are merged.
-            seen: Gets the gradients that optimizers are given.
+            optimizers: Those of the shadow, as ``optimizers_for`` gives them.
         """
         strategy = self.strategy
         attributes = pointing_at_shadow(strategy, shadow)
@@ -143,16 +147,26 @@ class ShadowStep:
             # A step that asks for its rank or gathers meets the replicas of the
             # shadow, not the real ones.
             attributes |= {"session": session, "ranks": strategy.ranks.of_shadow(len(session.replicas.replicas))}
-        if self.by_hand:
-            attributes |= self._optimizers_for(shadow, session, seen)
-            if session is not None:
-                session.gradient_hooks = GradientHooks()
-                session.gradient_hooks.begin(shadow, session.replicas, session.step)
+        attributes |= optimizers
+        if self.by_hand and session is not None:
+            session.gradient_hooks = GradientHooks()
+            session.gradient_hooks.begin(shadow, session.replicas, session.step)
         with overridden(strategy, **attributes), strategy.rehearsals.judged_by(self.call, judge):
             yield
 
-    def _optimizers_for(self, shadow: Any, session: "Session | None", seen: Observation) -> dict[str, Any]:
-        """Copies of the optimizers and schedulers that act on the shadow; they tell what gradients they were given."""
+    def optimizers_for(self, shadow: Any, session: "Session | None", seen: Observation) -> dict[str, Any]:
+        """Copies of the optimizers and schedulers, which act on the shadow in all steps of a run; none but by hand.
+
+        Args:
+            shadow: Stands in for the user's module.
+            session: Of its replicas; ``None`` as on one device.
+            seen: Gets the gradients that optimizers are given.
+
+        Returns:
+            What the strategy has of them, by the names of its attributes.
+        """
+        if not self.by_hand:
+            return {}
         strategy = self.strategy
         mine = list(shadow.parameters()) if session is None else session.step.owner_parameters
         modules = [shadow] if session is None else [replica.module for replica in session.replicas.replicas]

@@ -81,6 +81,8 @@ class SlicedRun:
         training = self._training_step(replicas)
         session = step.session.for_shadow(replicas, replicas.metrics, training)
         seen = Observation()
+        # Once for all steps: the second one goes on with the moments and the learning rates of the first.
+        optimizers = step.optimizers_for(shadow, session, seen)
         replicas.metrics.take_rules(self.metric_rules)
         with ExitStack() as stack:
             # First in and last out: replicas are closed and graphs let go
@@ -102,7 +104,7 @@ class SlicedRun:
                 training.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
                 merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
-                with step.pointing_at(shadow, session, rules, seen):
+                with step.pointing_at(shadow, session, rules, optimizers):
                     # A batch of its own, which nothing but these writes has touched.
                     writes = step.watch_batch(self._rows.whole(sum(sizes)))
                     session.batch_writes = writes

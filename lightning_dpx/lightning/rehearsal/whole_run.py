@@ -1,16 +1,24 @@
 """The step as one device does it, on a few rows: what slices are compared with."""
 
+import copy
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_dpx.devices import raises_out_of_memory
 from lightning_dpx.lightning.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
-from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, attributes_of, own_attributes_of
+from lightning_dpx.lightning.rehearsal.comparison.observation import (
+    Observation,
+    attributes_of,
+    host_copy,
+    own_attributes_of,
+)
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import ParametersAppear
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep, forget_gradients, logged_value, recording
@@ -26,6 +34,21 @@ from lightning_dpx.replicas import (
     without_graphs,
 )
 from lightning_dpx.replicas.parameter_attributes import attributes_of_parameters, newly_set
+
+
+class _Start:
+    """Weights of a shadow and states of its optimizers, to begin with once more."""
+
+    def __init__(self, shadow: Any, optimizers: Iterable[Optimizer]) -> None:
+        self._weights = [(parameter, host_copy(parameter)) for parameter in shadow.parameters()]
+        self._states = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in optimizers]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for parameter, value in self._weights:
+                parameter.copy_(value)
+        for optimizer, state in self._states:
+            optimizer.load_state_dict(state)
 
 
 class WholeRun:
@@ -50,6 +73,7 @@ class WholeRun:
         other_first: bool = False,
         after_a_step: bool = True,
         nudges_parameters: bool = False,
+        same_weights: bool = False,
         watched: AbstractContextManager[Any] | None = None,
     ) -> Observation:
         """What the last of ``num_steps`` steps on the same rows does.
@@ -62,6 +86,8 @@ class WholeRun:
             after_a_step: Whether gradients of an earlier step are there.
             nudges_parameters: Whether it begins at the next larger numbers; for steps by hand, whose parameters are
                 the shadow's own.
+            same_weights: Whether each step begins with the weights of the first one, and with its optimizers' states;
+                for steps by hand, which step inside.
             watched: Entered for the user's step alone.
 
         Raises:
@@ -78,15 +104,19 @@ class WholeRun:
         # A step that makes a layer when it first knows its width adds names.
         known = {name for name, _ in shadow.named_parameters()}
         with ExitStack() as stack:
-            stack.enter_context(step.pointing_at(shadow, None, None, seen))
+            optimizers = step.optimizers_for(shadow, None, seen)
+            stack.enter_context(step.pointing_at(shadow, None, None, optimizers))
             stack.enter_context(step.guest.run(shadow, other_draws=other_draws or other_first))
             stack.callback(replicas.close)
             stack.callback(forget_gradients, list(shadow.parameters()))  # also where the step raises
             # Each begins without the gradients of the one before, or with
             # some where a real step would.
+            start = _Start(shadow, optimizers.get("_optimizers", ())) if same_weights else None
             for number in range(num_steps):
                 if other_first and number == 1:
                     step.guest.draw_as_other_runs(shadow)
+                if start is not None and number:
+                    start.put_back()
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())

@@ -182,6 +182,49 @@ def test_what_steps_add_up_in_large_tensors_is_named_and_what_they_only_keep_is_
     assert_equal(seen.values, fitted(AddsUpMuch).values)
 
 
+class KeepsByHand(Model):
+    """Keeps what it has made for a picture, as GANs do; its optimizer has moments, which a second step goes on with."""
+
+    automatic_optimization = False
+
+    def on_train_epoch_start(self) -> None:
+        self.total = torch.zeros(2**16 + 1, device=self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.shown = self.net(batch[0]).detach()
+        self.spread = self.shown.std()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class AddsUpByHand(KeepsByHand):
+    """More than is put together, and kept to be looked at beside it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.total[:3] += torch.bincount(batch[1], minlength=3)
+        super().training_step(batch, batch_idx)
+
+
+@REPLICAS
+def test_what_a_step_by_hand_keeps_to_be_looked_at_leaves_batches_cut(hardware, fitted, num_replicas) -> None:
+    """Its second step in slices began without the optimizer's moments, and the difference was laid at what it keeps."""
+    seen = fitted(KeepsByHand, num_replicas)
+    assert "on the first replica" not in seen.warned
+    assert "add up" not in seen.warned
+    assert "What the step keeps in" in seen.told
+    assert_equal(seen.values, fitted(KeepsByHand).values)
+
+
+def test_what_steps_by_hand_add_up_is_told_from_what_they_make_anew_by_other_weights(hardware, fitted) -> None:
+    seen = fitted(AddsUpByHand, 2)
+    assert "what steps add up in self.total is the first slice's part only" in seen.warned
+
+
 class Forgets(Model):
     """What it counts fades."""
 
