@@ -103,17 +103,20 @@ class ReplicaRank:
 
     def meet(self, kind: str, value: Any, act: Callable[[list[Any]], Any] = list, *, optional: bool = False) -> Any:
         """Exchanges ``value`` with the other replicas of the step; see ``Rendezvous.exchange``."""
-        self.rendezvous_slot.was_used = True
-        return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act, optional=optional)
+        return self.exchange(kind, value, act, optional=optional)
 
     def meet_present(self, kind: str, value: Any, act: Callable[[list[Any]], Any]) -> Any:
         """Like :meth:`meet`, but those that do not come, because they have ended or wait elsewhere, are not missed."""
-        self.rendezvous_slot.was_used = True
 
         def act_on_present(values: list[Any]) -> Any:
             return act([value for value in values if value is not None])
 
-        return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act_on_present, optional=True)
+        return self.exchange(kind, value, act_on_present, optional=True)
+
+    def exchange(self, kind: str, value: Any, act: Callable[[list[Any]], Any], *, optional: bool) -> Any:
+        """What all meetings of this replica come to; see ``Rendezvous.exchange``."""
+        self.rendezvous_slot.was_used = True
+        return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act, optional=optional)
 
     def meet_all(self, kind: str, value: Any, *, each: bool = False, gradients: bool = False) -> tuple[list[Any], int]:
         """Exchanges ``value`` with the replicas of all processes: their values, and the caller's place among them.

@@ -1,12 +1,58 @@
 """What one run of a rehearsal draws, on each of its replicas."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lightning_dpx.replicas import GeneratorStates, StepDraws
+from lightning_dpx.replicas.context import ReplicaRank, as_rank, current_rank
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
+from lightning_dpx.torch_compat import DisableTorchDispatch, DisableTorchFunction
+
+
+@dataclass(slots=True, eq=False)
+class _DrawsApart(ReplicaRank):
+    """A replica that draws on after a meeting from where it has been itself; others have drawn since.
+
+    Attributes:
+        generators: All that count.
+    """
+
+    generators: GeneratorStates
+
+    def exchange(self, kind: str, value: Any, act: Callable[[list[Any]], Any], *, optional: bool) -> Any:
+        """As any replica, but for the generators."""
+        own = self._now()
+
+        def act_and_note(values: list[Any]) -> Any:
+            # The last to come has left them where it was.
+            _restore(own)
+            return act(values), self._now()
+
+        # By name: dataclasses with slots are made twice, and super() finds the class that is gone.
+        result, drawn = ReplicaRank.exchange(self, kind, value, act_and_note, optional=optional)
+        # What the meeting itself has drawn, a closure's dropout, each has drawn.
+        _restore(drawn)
+        return result
+
+    def _now(self) -> GeneratorStates:
+        # A step may be in the middle of modes, such as that of parts on another device.
+        with DisableTorchFunction(), DisableTorchDispatch():
+            return self.generators.again()
+
+
+def _restore(states: GeneratorStates) -> None:
+    with DisableTorchFunction(), DisableTorchDispatch():
+        states.restore()
+
+
+def _drawing_apart(rank: ReplicaRank | None, generators: GeneratorStates) -> ReplicaRank | None:
+    if rank is None:
+        return None
+    return _DrawsApart(rank.rank, rank.world_size, rank.rendezvous_slot, generators)
 
 
 class RunDraws:
@@ -44,7 +90,7 @@ class RunDraws:
             return
         self._modes_of_steps.append(mode)
         self.start.restore()
-        with mode:
+        with mode, as_rank(_drawing_apart(current_rank(), self.start)):
             yield
         self.of_steps.append(StepDraws(self.start, self.start.again(), tuple(mode.on_host)))
 

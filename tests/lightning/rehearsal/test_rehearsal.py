@@ -225,6 +225,36 @@ def test_what_steps_by_hand_add_up_is_told_from_what_they_make_anew_by_other_wei
     assert "what steps add up in self.total is the first slice's part only" in seen.warned
 
 
+class DrawsBetweenSteps(Model):
+    """Two steps with noise of their own, as a generator and a discriminator have."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            noise = torch.randn(len(batch[0]), 8).type_as(batch[0])
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(batch[0] + noise), batch[1]))
+            optimizer.step()
+
+
+class DrawsAfterAMeeting(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0] + torch.randn_like(batch[0])
+        center = self.all_gather(rows.mean(0)).mean()
+        return F.cross_entropy(self.net(rows + torch.randn_like(rows)), batch[1]) + 0 * center
+
+
+@REPLICAS
+@pytest.mark.parametrize("kind", [DrawsBetweenSteps, DrawsAfterAMeeting])
+def test_what_replicas_draw_after_they_have_met_is_that_of_one_device(hardware, fitted, kind, num_replicas) -> None:
+    """Others had drawn in between, so gradients differed in the rehearsal alone."""
+    seen = fitted(kind, num_replicas)
+    assert not seen.warned
+    assert "dpx: checked on" in seen.told
+
+
 class Forgets(Model):
     """What it counts fades."""
 
