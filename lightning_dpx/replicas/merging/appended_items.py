@@ -10,10 +10,11 @@ the items of slices become one, is found by a rehearsal.
 """
 
 import operator
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ _LONGEST = 64  # items of a list that are looked into, from its front: lists by 
 _LARGEST = 1_024  # keys of a mapping; a vocabulary has more
 _MOST_NOTED = 1_024  # items of a list that are noted one by one: a window, or a pool, but no epoch's outputs
 _MOST_SIBLINGS = 8  # lists beside a known one, such as one for each epoch: the newest of them
+
+# Those that Python itself has. Any other answers by code of its own, as a configuration that fills in its references and
+# refuses the values that are missing; what it keeps lies in its attributes.
+_MAPPINGS = (dict, MappingProxyType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class ListPlace:
             return []
         outer = ListPlace(self.attribute, self.keys[:-1]).find(module)
         keys: list[Any] = []
-        if isinstance(outer, Mapping):
+        if isinstance(outer, _MAPPINGS):
             keys = [key for key in outer if type(key) is int]
         elif isinstance(outer, list | tuple | deque):
             keys = list(range(len(outer)))
@@ -263,7 +268,7 @@ def without_graphs(items: list[Any]) -> list[Any]:
 
 
 def _is_looked_into(value: Any) -> bool:
-    if isinstance(value, list | tuple | deque | Mapping):
+    if isinstance(value, (list, tuple, deque, UserDict, *_MAPPINGS)):
         return True
     kind = type(value)
     return has_attributes(value) and not is_library(kind) and not runs_steps(kind)
@@ -272,7 +277,7 @@ def _is_looked_into(value: Any) -> bool:
 def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:
     if isinstance(value, dict):
         return islice(pairs_of(value), _LARGEST)
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPINGS):
         return iter(list(islice(value.items(), _LARGEST)))
     if isinstance(value, list | tuple | deque):
         return enumerate(list(islice(value, _LONGEST)))
@@ -280,7 +285,7 @@ def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:
 
 
 def _item(value: Any, key: Hashable) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPINGS):
         return value.get(key)
     if isinstance(value, list | tuple | deque):
         if isinstance(key, int) and key < len(value):

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -257,3 +258,57 @@ def test_what_hooks_keep_in_their_closures_is_that_of_one_device(hardware: str, 
 
     ours = figures(strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
     torch.testing.assert_close(ours, figures())
+
+
+class Configuration(Mapping[str, Any]):
+    """As libraries have it: keeps what it has worked out, and refuses values that are missing."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+        self._worked_out: dict[str, Any] | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        if self._content[key] == "???":
+            raise LookupError(f"missing mandatory value: {key}")
+        self._worked_out = self._worked_out or {}
+        self._worked_out[key] = self._content[key]
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+
+class Configured(LightningModule):
+    other: Any = "???"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.options = Configuration({"scale": 2.0, "other": self.other})
+        self.scale = self.options["scale"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.scale * F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ConfiguredFully(Configured):
+    other = "nothing is missing"
+
+
+@pytest.mark.parametrize("kind", [Configured, ConfiguredFully])
+def test_a_configuration_is_left_as_it_is_and_its_module_is_checked(kind: Any, hardware: str, caplog: Any) -> None:
+    """What the search for lists made it work out counted as the step's, and what it refused ended the rehearsal."""
+    with caplog.at_level("INFO"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx")
+        ours = fitted(kind, strategy=dpx.DPXStrategy(execution="inline"), devices=2, accelerator=hardware)
+    assert "dpx: checked on" in caplog.text
+    torch.testing.assert_close(ours.net.weight.cpu(), fitted(kind).net.weight)

@@ -1,7 +1,8 @@
 """Where lists are, and what has been appended to them."""
 
-from collections import defaultdict, deque
-from types import SimpleNamespace
+from collections import UserDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,38 @@ def test_lists_are_found_through_mappings_lists_and_objects() -> None:
         "self.latest",
         "self.losses",
     ]
+
+
+class Configuration(Mapping[str, Any]):
+    """As libraries have it: answers by code, and has no answer where a value is missing."""
+
+    def __init__(self, **content: Any) -> None:
+        self._content = content
+
+    def __getitem__(self, key: str) -> Any:
+        raise LookupError(f"missing mandatory value: {key}")
+
+    def __iter__(self) -> Iterator[str]:
+        raise LookupError("missing mandatory value")
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+
+def test_a_mapping_of_the_users_own_is_looked_into_without_asking_it() -> None:
+    module = holding(options=Configuration(path=None, losses=[]), kept=UserDict(losses=[]))
+    module.view = MappingProxyType({"losses": []})
+    places = find_lists(vars(module).items())
+    named = {str(place) for place in places}
+    assert {"self.options._content.losses", "self.kept.data.losses", "self.view.losses"} <= named
+    watch = ListWatch([module], places)
+    vars(module.options)["_content"]["losses"].append(1.0)
+    module.kept["losses"].append(2.0)
+    module.view["losses"].append(3.0)
+    grown = {str(place): items for place, items in watch.grown(places).items()}
+    assert grown["self.options._content.losses"] == [1.0]
+    assert grown["self.kept.data.losses"] == [2.0]
+    assert grown["self.view.losses"] == [3.0]
 
 
 def test_circles_end() -> None:
