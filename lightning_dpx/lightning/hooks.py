@@ -30,6 +30,7 @@ from lightning_dpx.lightning.lightning_api import (
 from lightning_dpx.lightning.lightning_compat import layer_sync_of, module_of
 from lightning_dpx.lightning.manual.acts_once import OPEN_VIEWS, current_view
 from lightning_dpx.lightning.options import StrategyOptions, Workload
+from lightning_dpx.lightning.owners import place_states
 from lightning_dpx.lightning.precision import DPXPrecision, wrap_precision
 from lightning_dpx.lightning.processes.connect import with_nodes
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
@@ -293,6 +294,7 @@ class HookedStrategy(ParallelStrategy):
         # they can still be exchanged here.
         self.lifecycle.begin_run(trainer)
         super().setup(trainer)
+        place_states(self.optimizers, self.root_device)
         self.session.plan_ahead()
 
     def model_to_device(self) -> None:

@@ -1,6 +1,7 @@
 """Optimizers follow their parameters to other copies of them: to their owners, or back to the user's module."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,9 +103,29 @@ def optimize_owners(session: "Session") -> None:
     root = session.replicas.root
     if not step.has_other_owners:
         return
-    owned = {id(one): other for one, other in zip(root.parameters, step.owner_parameters, strict=True)}
+    owned = dict(zip(root.parameters, step.owner_parameters, strict=True))
     for optimizer in [*session.strategy.optimizers, *held_optimizers(root.module)]:
-        for group in optimizer.param_groups:
-            # Asked before every step, and usually nothing is new: the lists stay the same objects.
-            if any(owned.get(id(parameter), parameter) is not parameter for parameter in group["params"]):
-                group["params"] = [owned.get(id(parameter), parameter) for parameter in group["params"]]
+        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        # Asked before every step, and usually nothing is new: the lists stay the same objects.
+        if any(owned.get(parameter, parameter) is not parameter for parameter in held):
+            # With the state, if there is some: an optimizer of the user's own may have stepped in an earlier run.
+            move_optimizers([optimizer], owned)
+
+
+def place_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """State that Lightning has moved to ``device``, that of an earlier run, goes to where its parameters are owned."""
+    for optimizer in optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            # Some keep what belongs to none under a name.
+            if isinstance(parameter, torch.Tensor) and parameter.device != device:
+                optimizer.state[parameter] = _moved(state, device, parameter.device)
+
+
+def bring_home(session: "Session") -> None:
+    """The run ends: optimizers, which may outlast it, change the user's module again."""
+    step = session.step
+    root = session.replicas.root
+    if not step.has_other_owners:
+        return
+    homes = dict(zip(step.owner_parameters, root.parameters, strict=True))
+    move_optimizers([*session.strategy.optimizers, *held_optimizers(root.module)], homes)

@@ -26,6 +26,7 @@ from lightning_dpx.lightning.optimizer_settings import OptimizerSettings
 from lightning_dpx.lightning.options import StrategyOptions
 from lightning_dpx.lightning.owners import (
     begin_optimizers,
+    bring_home,
     load_states,
     memory_of_dropped,
     move_optimizers,
@@ -411,6 +412,7 @@ class Session(Run):
 
     def close(self) -> None:
         """Ends the workers and takes everything of a run off the module."""
+        bring_home(self)
         self.step.close()
         self.replicas.close()
         # Hooks of plans would stay on the user's module after the run.

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.owners import move_optimizers
-from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, run, seeded
+from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, make_trainer, run, seeded
 
 
 def test_groups_and_state_go_to_the_other_copies_and_counters_stay_on_the_host() -> None:
@@ -91,3 +91,40 @@ def test_weights_that_are_parametrized_in_the_middle_of_a_window_are_those_of_on
         return run(model, make_loader(32, 8), accumulate_grad_batches=window, callbacks=[Normalizes()], **options)
 
     assert_equal(trained(strategy=dpx.DPXStrategy("colocate", execution="inline"), devices=3), trained())
+
+
+class KeepsItsOptimizer(Classifier):
+    """Its optimizer outlasts a run, as that of a module that is given one, and goes on in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+@pytest.mark.parametrize("then", ["replicas", "one device"])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_an_optimizer_that_outlasts_a_run_changes_the_module_in_the_next_one(
+    sim: Any, num_replicas: int, then: str
+) -> None:
+    """It kept the parameters of replicas that were gone, and in the next run the module's own stayed as they were."""
+
+    def fitted_twice(first: Any, second: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = KeepsItsOptimizer()
+        for options in (first, second):
+            loader = make_loader(32, 8)
+            make_trainer(max_epochs=2, **options()).fit(model, loader, loader)
+            held = [parameter for group in model.optimizer.param_groups for parameter in group["params"]]
+            assert all(mine is theirs for mine, theirs in zip(held, model.parameters(), strict=True))
+            assert set(model.optimizer.state) == set(held)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def on_replicas() -> dict[str, Any]:
+        strategy = dpx.DPXStrategy(reducer="colocate")
+        return {"strategy": strategy, "devices": num_replicas, "accelerator": "sim"}
+
+    second = on_replicas if then == "replicas" else dict
+    assert_equal(fitted_twice(on_replicas, second), fitted_twice(dict, dict))

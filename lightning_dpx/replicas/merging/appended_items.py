@@ -34,8 +34,8 @@ _LARGEST = 1_024  # keys of a mapping; a vocabulary has more
 _MOST_NOTED = 1_024  # items of a list that are noted one by one: a window, or a pool, but no epoch's outputs
 _MOST_SIBLINGS = 8  # lists beside a known one, such as one for each epoch: the newest of them
 
-# Those that Python itself has. Any other answers by code of its own, as a configuration that fills in its references and
-# refuses the values that are missing; what it keeps lies in its attributes.
+# Those that Python itself has. Any other answers by code of its own, as a configuration that fills in its references
+# and refuses the values that are missing; what it keeps lies in its attributes.
 _MAPPINGS = (dict, MappingProxyType)
 
 
