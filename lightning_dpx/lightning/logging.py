@@ -40,10 +40,13 @@ class StepLog:
         if settings:
             given = _SIGNATURE.bind(None, name, value, *settings, **options).arguments
             options = {key: one for key, one in given.items() if key not in ("self", "name", "value")}
-        # Lightning detaches what is logged, too. A graph that waits here would hold
-        # the slice's activations.
-        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
-            value = value.detach()
+        if isinstance(value, torch.Tensor):
+            # Lightning detaches what is logged, too. A graph that waits here would hold
+            # the slice's activations.
+            if not options.get("enable_graph"):
+                value = value.detach()
+            # As it is now, and as Lightning takes it: a step may go on to add to a loss in place.
+            value = value.clone()
         call = next(call for call in itertools.count() if (name, call) not in self.entries)
         self.entries[name, call] = value, {"prog_bar": False, "logger": None, **options}
 

@@ -142,3 +142,28 @@ def test_a_backward_that_logs_leaves_steps_their_slices(execution: str, recwarn:
         logged.append(dict(trainer.callback_metrics))
     assert_equal(logged[1], logged[0])
     assert not any("whole" in str(one.message) for one in recwarn)
+
+
+class AddsToItsLossInPlace(Classifier):
+    """Logs a loss, and goes on to add another one to it, as a base class and what is derived from it do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log_dict({"first": loss})
+        loss += 0.1 * self.net(batch[0]).square().mean()
+        self.log("both", loss)
+        return loss
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_a_value_is_logged_as_it_was_then(execution: str, hardware: str) -> None:
+    """Tensors were kept until all slices had ended, and one device of the rehearsal kept them as long."""
+
+    def logged(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(max_epochs=1, **options)
+        trainer.fit(AddsToItsLossInPlace(), make_loader(32, 8), make_loader(32, 8))
+        return {name: torch.as_tensor(trainer.callback_metrics[name]).cpu() for name in ("first", "both")}
+
+    ours = logged(strategy=dpx.DPXStrategy(execution=execution), devices=2, accelerator=hardware)
+    assert_equal(ours, logged())
