@@ -1,5 +1,6 @@
 """What a comparison found, and the line that says so."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -141,6 +142,9 @@ def short(value: float) -> str:
     """2e-7 and not 2e-07."""
     if value == 0:
         return "0"
+    # As the gradients of a slice of one row may be, where a standard deviation is taken.
+    if not math.isfinite(value):
+        return str(value)
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 

@@ -49,7 +49,10 @@ def test_what_steps_keep_is_named_and_that_a_second_one_uses_it_is_a_reason() ->
     assert reason.endswith("which is of one slice: the loss differs.")
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (2e-7, "2e-7"), (0.5, "5e-1"), (12.0, "1e1")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2e-7, "2e-7"), (0.5, "5e-1"), (12.0, "1e1"), (float("inf"), "inf"), (float("nan"), "nan")],
+)
 def test_small_numbers_are_short(value, text) -> None:
     assert short(value) == text
 
