@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.devices import is_host
+from lightning_dpx.devices import is_host, modelled_rates
 from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.memory.plan.make_plan import plan_candidates
 from lightning_dpx.memory.plan.plan import MemoryPlan, from_mapping, to_mapping
@@ -36,7 +36,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.python_objects.digest import Digest
 from lightning_dpx.units import MIB
 
-_FORMAT = 3
+_FORMAT = 4
 _MOST_ENTRIES = 256
 _MOST_TOTAL = 512 * MIB  # files, and bytes of all of them
 _SUFFIX = ".json"
@@ -325,13 +325,14 @@ def _surroundings(device: torch.device) -> tuple[Any, ...]:
     return (*flags, torch.get_num_threads(), _kind_of(device))
 
 
-def _kind_of(device: torch.device) -> tuple[str, ...]:
+def _kind_of(device: torch.device) -> tuple[object, ...]:
     """The model of a device, or of the processor."""
     if is_host(device) or device.type == "meta":
         # A folder of caches may be shared by machines whose processors have other kernels.
         return device.type, platform.machine(), str(torch.backends.cpu.get_cpu_capability())
     named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type, "" if named is None else str(named(device))
+    # A simulated device has the rates that it was given.
+    return device.type, "" if named is None else str(named(device)), *(modelled_rates(device) or ())
 
 
 _CLASSES: dict[str, Any] = {name: kind for name, kind in vars(profiles_module).items() if is_dataclass(kind)}

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_dpx as dpx
 from lightning_dpx.memory import plan_cache, plan_profile, profile_module, search_plan
 from lightning_dpx.memory.plan_cache import PlanCache, default_folder, key_of_plans, key_of_step
+from tests.conftest import SIMULATED, sim_device
 
 CPU = torch.device("cpu")
 
@@ -86,6 +88,21 @@ def test_search_plan_finds_a_plan_where_that_is_asked_for(tmp_path: Path) -> Non
     assert search_plan(module, x, budget=0.7, plan_cache=tmp_path) == first  # times and all
     assert search_plan(module, x[:64], budget=0.7, plan_cache=tmp_path) != first
     assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_a_simulated_device_with_another_link_is_another_device() -> None:
+    module, x = chain()
+    device = sim_device(0)
+    keys = {key_of_step(module, (x,), device)}
+    try:
+        for link in ("5GB/s", "50GB/s"):
+            dpx.simulate(8, link=link)
+            keys.add(key_of_step(module, (x,), device))
+    finally:
+        dpx.simulate(8)
+    assert len(keys) == 3
+    assert key_of_step(module, (x,), device) in keys
 
 
 def test_keys_tell_steps_apart() -> None:
