@@ -27,6 +27,7 @@ class StepLog:
 
     batch_slice: BatchSlice
     entries: dict[tuple[str, int], tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    given: dict[tuple[str, int], Any] = field(default_factory=dict)  # what was logged, by whose memory metrics know it
     read_back: set[str] = field(default_factory=set)  # what a step that runs alone has read of what it logged
 
     def record(self, name: str, value: Any, *settings: Any, **options: Any) -> None:
@@ -38,16 +39,19 @@ class StepLog:
             )
         # All of Lightning's arguments may be given by place. Most calls name them, and are spared the look-up.
         if settings:
-            given = _SIGNATURE.bind(None, name, value, *settings, **options).arguments
-            options = {key: one for key, one in given.items() if key not in ("self", "name", "value")}
+            bound = _SIGNATURE.bind(None, name, value, *settings, **options).arguments
+            options = {key: one for key, one in bound.items() if key not in ("self", "name", "value")}
+        given = value
         if isinstance(value, torch.Tensor):
             # Lightning detaches what is logged, too. A graph that waits here would hold
             # the slice's activations.
             if not options.get("enable_graph"):
                 value = value.detach()
+            given = value
             # As it is now, and as Lightning takes it: a step may go on to add to a loss in place.
             value = value.clone()
         call = next(call for call in itertools.count() if (name, call) not in self.entries)
+        self.given[name, call] = given
         self.entries[name, call] = value, {"prog_bar": False, "logger": None, **options}
 
     def recording(self, module: LightningModule) -> InstanceMethods:
@@ -104,7 +108,7 @@ def replay(
         if isinstance(present[0][1], Metric):
             module.log(key[0], present[0][1], **options)  # the replicas share it
             continue
-        if all(metrics.is_whole(value) for _, value, _ in present):
+        if all(metrics.is_whole(log.given[key]) for log in logs if key in log.entries):
             module.log(key[0], present[0][1].to(device), **options)
             continue
         reduce_fx = options.get("reduce_fx", "mean")

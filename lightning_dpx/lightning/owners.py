@@ -128,4 +128,9 @@ def bring_home(session: "Session") -> None:
     if not step.has_other_owners:
         return
     homes = dict(zip(step.owner_parameters, root.parameters, strict=True))
+    # To the host at once, where Lightning's teardown takes it: on the first device there may be no room for all of it.
+    for optimizer in session.strategy.optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            if isinstance(parameter, torch.Tensor):
+                optimizer.state[parameter] = _moved(state, parameter.device, torch.device("cpu"))
     move_optimizers([*session.strategy.optimizers, *held_optimizers(root.module)], homes)

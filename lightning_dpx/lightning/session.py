@@ -412,13 +412,15 @@ class Session(Run):
 
     def close(self) -> None:
         """Ends the workers and takes everything of a run off the module."""
-        bring_home(self)
-        self.step.close()
-        self.replicas.close()
-        # Hooks of plans would stay on the user's module after the run.
-        if self.strategy.plans_memory:
-            self.strategy.planning.remove(self.replicas)
-        self.gradient_hooks.end()
+        try:
+            bring_home(self)
+        finally:
+            self.step.close()
+            self.replicas.close()
+            # Hooks of plans would stay on the user's module after the run.
+            if self.strategy.plans_memory:
+                self.strategy.planning.remove(self.replicas)
+            self.gradient_hooks.end()
 
 
 def give_trainer(replicas: ReplicaSet, trainer: Any) -> None:

@@ -126,7 +126,9 @@ class TrainingFlow:
                 session.step.show_buffers()
         put_iterators_back(session.module)
         has_backward = session.module.automatic_optimization and not skips_backward(session.trainer)
-        session.end_batch(NAME, args, backward_follows=has_backward and outputs is not None)
+        # Hooks in between may look at a batch that one at its start has kept.
+        waits = has_backward and outputs is not None and not session.gradient_hooks.before_backward_of_step
+        session.end_batch(NAME, args, backward_follows=waits)
         return outputs
 
     def rehearsed(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:

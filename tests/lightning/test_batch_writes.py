@@ -483,3 +483,44 @@ def test_that_hooks_at_the_start_find_the_batch_as_loaded_is_told(caplog: Any) -
     make_trainer(strategy=strategy, devices=2).fit(model, loader, loader)
     assert model.seen["start"] < 10 < model.seen["end"], "on one device both are above"
     assert caplog.text.count("on_train_batch_start gets every batch as it was loaded") == 1
+
+
+class LooksAgain(Classifier):
+    """Keeps the batch that it gets at its start, and gives it to its net in a hook before the end of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kept = batch
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert batch is self.kept
+
+    def look(self) -> None:
+        with torch.no_grad():
+            self.net(self.kept[0])
+
+
+class BeforeBackward(LooksAgain):
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.look()
+
+
+class InItsOwnBackward(LooksAgain):
+    def backward(self, loss: torch.Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+        self.look()
+
+
+class AfterBackward(LooksAgain):
+    def on_after_backward(self) -> None:
+        self.look()
+
+
+@pytest.mark.parametrize("kind", [BeforeBackward, InItsOwnBackward, AfterBackward])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_batch_that_is_kept_from_its_start_is_on_the_device_in_hooks(kind: Any, num_replicas: int) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", verify="off")
+    make_trainer(strategy=strategy, devices=num_replicas, max_epochs=1).fit(kind(), make_loader(), make_loader())

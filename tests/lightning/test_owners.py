@@ -128,3 +128,34 @@ def test_an_optimizer_that_outlasts_a_run_changes_the_module_in_the_next_one(
 
     second = on_replicas if then == "replicas" else dict
     assert_equal(fitted_twice(on_replicas, second), fitted_twice(dict, dict))
+
+
+class Deep(Classifier):
+    """Most of what a device holds are states of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        unused = sum(parameter.sum() for parameter in self.more.parameters())
+        return {**outputs, "loss": outputs["loss"] + 0.0 * unused}
+
+
+class EndOfTraining(Callback):
+    def on_train_end(self, *_: Any) -> None:
+        torch.sim.reset_peak_memory_stats(0)  # type: ignore[attr-defined]
+        self.held = torch.sim.memory_allocated(0)  # type: ignore[attr-defined]
+
+
+def test_at_the_end_of_a_run_states_need_no_room_on_the_first_device(sim: Any) -> None:
+    """All states came together there, and a run that had trained well ended out of memory."""
+    end = EndOfTraining()
+    strategy = dpx.DPXStrategy(reducer="colocate", execution="inline", verify="off")
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=4, max_epochs=1, callbacks=[end])
+    trainer.fit(Deep(), make_loader(), make_loader())
+    assert sim.max_memory_allocated(0) <= end.held

@@ -46,7 +46,8 @@ class FewRows:
         most = self._most_rows
         if not most or sum(sizes) <= most:
             return sizes
-        second = max(1, (most - 1) // 2)
+        # Slices of the run may never have a single row, which some steps cannot do.
+        second = max(2 if most >= 4 else 1, (most - 1) // 2)
         return most - second, second
 
     @property

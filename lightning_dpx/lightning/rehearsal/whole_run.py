@@ -41,14 +41,24 @@ class _Start:
 
     def __init__(self, shadow: Any, optimizers: Iterable[Optimizer]) -> None:
         self._weights = [(parameter, host_copy(parameter)) for parameter in shadow.parameters()]
-        self._states = [(optimizer, copy.deepcopy(optimizer.state_dict())) for optimizer in optimizers]
+        # Without a method of the optimizer's, which may be the user's own and refuse.
+        self._states: list[tuple[Any, dict[Any, Any], list[dict[str, Any]]]] = []
+        for optimizer in optimizers:
+            states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+            settings = [
+                {name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups
+            ]
+            self._states.append((optimizer, states, settings))
 
     def put_back(self) -> None:
         with torch.no_grad():
             for parameter, value in self._weights:
                 parameter.copy_(value)
-        for optimizer, state in self._states:
-            optimizer.load_state_dict(state)
+        for optimizer, states, settings in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                group.update(values)
 
 
 class WholeRun:

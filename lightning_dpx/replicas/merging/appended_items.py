@@ -10,7 +10,7 @@ the items of slices become one, is found by a rehearsal.
 """
 
 import operator
-from collections import UserDict, deque
+from collections import ChainMap, UserDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -268,7 +268,7 @@ def without_graphs(items: list[Any]) -> list[Any]:
 
 
 def _is_looked_into(value: Any) -> bool:
-    if isinstance(value, (list, tuple, deque, UserDict, *_MAPPINGS)):
+    if isinstance(value, (list, tuple, deque, UserDict, ChainMap, *_MAPPINGS)):
         return True
     kind = type(value)
     return has_attributes(value) and not is_library(kind) and not runs_steps(kind)

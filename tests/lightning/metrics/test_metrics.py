@@ -289,3 +289,29 @@ def test_arguments_that_cannot_be_joined_in_the_rehearsal_give_the_stage_its_bat
     model = fitted_ragged(rows)
     assert model.total.compute() == 3 * (3 + 26)
     assert model.total.update_count == 3
+
+
+class SumsOfTheBatch(Classifier):
+    """Metrics that are called give values of the whole batch, of which every slice logs the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hits = (batch[1] == 1).float()
+        for reduce_fx in ("sum", "max", "mean"):
+            self.log(f"hits_{reduce_fx}", self.hits(hits), reduce_fx=reduce_fx, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_what_a_metric_gives_of_the_whole_batch_is_logged_once_also_unchecked(execution: str) -> None:
+    def logged(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(max_epochs=1, **options)
+        trainer.fit(SumsOfTheBatch(), make_loader(), make_loader())
+        return {name: value for name, value in trainer.callback_metrics.items() if name.startswith("hits")}
+
+    strategy = dpx.DPXStrategy(execution=execution, verify="off")  # type: ignore[arg-type]
+    assert_equal(logged(strategy=strategy, devices=3), logged())

@@ -1,5 +1,6 @@
 """Before its first step a stage is rehearsed: what it decides, what it names, and that it leaves no trace."""
 
+import copy
 import gc
 import random
 import re
@@ -1733,3 +1734,44 @@ def test_steps_are_checked_before_their_shifts_are_chosen(sim, fitted, kind) -> 
     assert "dpx: checked on 7 rows" in seen.told
     assert "nothing is shifted" in seen.told
     assert_equal(seen.values, fitted(kind).values)
+
+
+class Refusing(torch.optim.SGD):
+    """An optimizer that loads no states."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError("no states are loaded here")
+
+
+class KeepsByHand(LightningModule):
+    """A step by hand that keeps what it has computed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Linear(8, 3)
+        self.last: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.last = loss.detach()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Refusing(self.parameters(), lr=0.1)
+
+
+def test_a_step_by_hand_is_checked_whatever_its_optimizer_refuses(hardware: str, caplog: Any) -> None:
+    """Its check ended with the optimizer's error, and what slices kept was that of one of them."""
+    torch.manual_seed(0)
+    model = KeepsByHand()
+    other = copy.deepcopy(model)
+    strategy = dpx.DPXStrategy(execution="inline")
+    with caplog.at_level("INFO"):
+        make_trainer(strategy=strategy, devices=3, accelerator=hardware, max_epochs=1).fit(model, make_loader())
+    make_trainer(max_epochs=1).fit(other, make_loader())
+    assert "dpx: checked on" in caplog.text
+    torch.testing.assert_close(model.last.cpu(), other.last)
