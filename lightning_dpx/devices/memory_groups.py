@@ -33,7 +33,7 @@ class _Files(NamedTuple):
     limit: Path
     used: Path
     details: Path
-    reclaimable: str
+    reclaimable: tuple[str, ...]
 
 
 def group_memory(own: Path = _OWN, root: Path = _ROOT) -> GroupMemory | None:
@@ -81,12 +81,15 @@ def _groups(own: Path, root: Path) -> list[_Files]:
         if not controllers:
             for folder in _with_parents(root, group):
                 used = folder / "memory.current"
-                found.append(_Files(folder / "memory.max", used, folder / "memory.stat", "inactive_file"))
+                found.append(
+                    _Files(folder / "memory.max", used, folder / "memory.stat", ("inactive_file", "active_file"))
+                )
         elif "memory" in controllers.split(","):
             for folder in _with_parents(root / "memory", group):
                 used = folder / "memory.usage_in_bytes"
                 details = folder / "memory.stat"
-                found.append(_Files(folder / "memory.limit_in_bytes", used, details, "total_inactive_file"))
+                reclaimable = ("total_inactive_file", "total_active_file")
+                found.append(_Files(folder / "memory.limit_in_bytes", used, details, reclaimable))
     return found
 
 
@@ -101,8 +104,10 @@ def _number(file: Path) -> int:
 
 
 def _reclaimable(files: _Files) -> int:
+    found = 0
     for line in files.details.read_text(encoding="ascii").splitlines():
         name, _, number = line.partition(" ")
-        if name == files.reclaimable:
-            return int(number)
-    return 0
+        # Also those that were read more than once, as a data set is.
+        if name in files.reclaimable:
+            found += int(number)
+    return found

@@ -22,10 +22,12 @@ class ModelledRates(NamedTuple):
     Attributes:
         bytes: Of operands and results of operators.
         copied: Bytes from or to another device or the host; infinite where copies take no time.
+        latency: Seconds until a copy begins.
     """
 
     bytes: float
     copied: float
+    latency: float
 
 
 def modelled_rates(device: torch.device) -> ModelledRates | None:
@@ -34,7 +36,8 @@ def modelled_rates(device: torch.device) -> ModelledRates | None:
     if not is_modelled(device) or not hasattr(torch, device.type):
         return None
     module = torch.get_device_module(device)
-    return ModelledRates(module.bytes_per_second(device), module.link_bytes_per_second() or math.inf)
+    copied = module.link_bytes_per_second() or math.inf
+    return ModelledRates(module.bytes_per_second(device), copied, module.link_latency())
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

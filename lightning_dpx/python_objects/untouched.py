@@ -141,7 +141,8 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         if self._makes is not None and not _returns_what_it_got(func):
             tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-            self._makes(sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided))
+            here = [one for one in tensors if one.layout is torch.strided and one.device.type == "cpu"]
+            self._makes(sum(one.nbytes for one in here if not isinstance(one, FakeTensor)))
         return made
 
 

@@ -174,6 +174,7 @@ class SimModule:
         torch.ops.dpx_sim.set_link(link, latency)
         self._speeds = dict(speeds)
         self._link = link
+        self._latency = latency
 
     def bytes_per_second(self, device: Any = None) -> float:
         """Bytes of operands and results for which an operator takes a second."""
@@ -182,6 +183,10 @@ class SimModule:
     def link_bytes_per_second(self) -> float:
         """Bytes of a copy to another device or the host that takes a second; 0 where copies take no time."""
         return self._link
+
+    def link_latency(self) -> float:
+        """Seconds until a copy to another device or the host begins."""
+        return self._latency
 
     def busy_seconds(self, device: Any = None) -> float:
         """What the device's clock shows: seconds of all that it has done."""

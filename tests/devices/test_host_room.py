@@ -9,7 +9,9 @@ from torch import nn
 from lightning_dpx.devices import HostRoom
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.profiler import profile_step
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite
+from lightning_dpx.torch_compat import FakeTensorMode
 
 MIB = 2**20
 
@@ -87,3 +89,18 @@ def test_a_profile_stops_in_whichever_run_does_not_fit_and_leaves_nothing(roomy_
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name])
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_tensors_without_memory_take_no_room() -> None:
+    taken: list[int] = []
+    with BeforeWrites(CopyOnWrite(()), taken.append):
+        torch.empty(10**12, device="meta").add(1)
+        with FakeTensorMode():
+            torch.ones(10**9).max(0)
+    assert set(taken) <= {0}
+    trace = MemoryTrace(torch.device("cpu"), makes=taken.append)
+    with FakeTensorMode():
+        fake = torch.ones(10**9)
+    with trace:
+        fake.max(0)
+    assert set(taken) <= {0}

@@ -23,7 +23,7 @@ def own_groups(folder: Path, text: str) -> Path:
 
 def test_the_group_with_the_least_left_counts(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
-    stat = f"anon 5\ninactive_file {3 * MIB}\nactive_file 7"
+    stat = f"anon 5\ninactive_file {2 * MIB}\nactive_file {MIB}"
     write(root / "slurm" / "job", memory__max=100 * MIB, memory__current=40 * MIB, memory__stat=stat)
     write(root / "slurm", memory__max=200 * MIB, memory__current=190 * MIB, memory__stat=stat)
     write(root, memory__max="max", memory__current=900 * MIB, memory__stat=stat)
@@ -42,7 +42,7 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
 
 def test_the_first_version_has_other_files(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
-    stat = f"inactive_file 1\ntotal_inactive_file {2 * MIB}"
+    stat = f"inactive_file 1\ntotal_inactive_file {MIB}\nactive_file 1\ntotal_active_file {MIB}"
     limited = {"memory__limit_in_bytes": 50 * MIB, "memory__usage_in_bytes": 20 * MIB, "memory__stat": stat}
     write(root / "memory" / "docker" / "abc", **limited)
     write(root / "memory", **{**limited, "memory__limit_in_bytes": 2**63 - 4096})

@@ -167,9 +167,12 @@ class ActivationPlanner(Callback):
                     self._without_loss.note_none()
         self._step.enter_context(planned(pl_module))
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Stops following the plan: the step is over."""
         self._step.close()
+        # Nothing is given for a step that returned no loss.
+        if outputs:
+            self._without_loss.note_loss()
 
     def on_exception(self, *_: Any) -> None:
         """Stops following the plan after a step that failed."""

@@ -43,8 +43,8 @@ def with_twin(optimizer: Any, measure: Callable[[OptimizerTwin], float], *, else
     Args:
         optimizer: Of torch; what others do when they are made is not known.
         measure: Is given the twin after its first step, which has made states.
-        elsewhere: Whether the optimizer will be on an accelerator, where torch takes ``foreach=True`` unless told
-            otherwise; the twin is on the host.
+        elsewhere: Whether the optimizer will be on an accelerator, where torch takes ``foreach=True`` for most; the
+            twin is on the host.
     """
     # A class of the user's may do anything when it is made.
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
@@ -57,8 +57,8 @@ def with_twin(optimizer: Any, measure: Callable[[OptimizerTwin], float], *, else
     small: list[nn.Parameter] = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        if elsewhere and "foreach" in options and options["foreach"] is None and not options.get("fused"):
-            options["foreach"] = True
+        if elsewhere:
+            _set_for_accelerators(options, type(optimizer))
         mine = [_part_of(parameter, divisor) for parameter in group["params"] if parameter.requires_grad]
         if mine:
             groups.append({"params": mine, **options})
@@ -72,6 +72,22 @@ def with_twin(optimizer: Any, measure: Callable[[OptimizerTwin], float], *, else
         return None
 
 
+def _set_for_accelerators(options: dict[str, Any], kind: type[Any]) -> None:
+    """What torch chooses where parameters are on an accelerator, as far as it works on the host."""
+    rate = options.get("lr")
+    is_tensor = isinstance(rate, torch.Tensor)
+    takes_foreach = options.get("foreach", False) is None and not options.get("fused")
+    # By the rules of torch.optim.optimizer: these compute one parameter after the other.
+    alone = options.get("differentiable") or (is_tensor and not options.get("capturable"))
+    if takes_foreach and not alone and kind is not torch.optim.Adafactor:
+        options["foreach"] = True
+    # What a graph of the device's would capture cannot be captured here; the operators are the same.
+    if options.get("capturable"):
+        options["capturable"] = False
+    if isinstance(rate, torch.Tensor):
+        options["lr"] = float(rate)
+
+
 def trained_by(optimizer: Any) -> list[nn.Parameter]:
     """The parameters that an optimizer changes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -82,8 +98,8 @@ def _part_of(parameter: nn.Parameter, divisor: int) -> nn.Parameter:
     """A parameter of a part of the rows, with a gradient; where there are too few rows, of a part of the columns."""
     shape = []
     for size in parameter.shape:
-        shape.append(max(1, size // divisor))
-        divisor = max(1, divisor // size)
+        shape.append(min(size, max(1, size // divisor)))
+        divisor = max(1, divisor // max(1, size))
     part = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device="cpu"))
     part.grad = torch.ones_like(part)
     return part

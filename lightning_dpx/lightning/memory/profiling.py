@@ -125,6 +125,8 @@ def _profile_slice(
                 shadow,
                 lambda: end.loss(run(shadow, batch, rows)),
                 device,
+                # What little is left on the host may do, and fewer rows there are not.
+                meter=CostModel(device, watches_room=batch_slice.num_rows >= _FEWEST_ROWS),
                 accumulates=accumulates,
             )
 

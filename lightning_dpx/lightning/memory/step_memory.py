@@ -260,6 +260,7 @@ class StepMemory(NoStepMemory):
         step = self._session.step
         known = self._step
         self._planning.end_forward(session.replicas)
+        self._planning.without_loss.note_loss()
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
         can_repeat = self.repeats_steps and not step.holds_gradients and session.module.automatic_optimization
         if known is None or not can_repeat:

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_dpx.devices import HostRoom, accelerators, clock_of, free_bytes, is_host, synchronize
+from lightning_dpx.devices import (
+    HostRoom,
+    accelerators,
+    clock_of,
+    counts_by_its_clock,
+    free_bytes,
+    is_host,
+    synchronize,
+)
 from lightning_dpx.memory.execute.offload import copy_seconds
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
@@ -17,6 +25,7 @@ from lightning_dpx.memory.profile.call_course import CallCourse, course_of
 from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
+from lightning_dpx.memory.tracing.communication import has_other_processes
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite, Reach, untouched
 
@@ -40,12 +49,14 @@ class CostModel:
 
     Args:
         device: Where the tensors of the step are.
+        watches_room: Whether a step that the host seems to have no room for is stopped.
 
     Attributes:
         basis: What the figures rest on, if not on a step that was measured.
         kinds: Types of the tensors of the step.
         is_sure_at_once: Whether what is timed again would take exactly as long.
         times_steps: Whether steps are timed as they are, and not by the trace.
+        hides_copies: Whether the device computes while tensors are copied to the host's memory or back.
         offloads: Whether what is planned for is a device that can leave tensors in the host's memory.
     """
 
@@ -53,11 +64,13 @@ class CostModel:
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
     is_sure_at_once: bool = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, watches_room: bool = True) -> None:
         self.device = device
+        self._watches_room = watches_room and is_host(device)
         self._account = account_of(device)
         self.offloads: bool = not is_host(device)
         self.times_steps: bool = is_host(device)
+        self.hides_copies: bool = not counts_by_its_clock(device)
         self._writes: CopyOnWrite | None = None
         self._room: HostRoom | None = None
         self._reach: tuple[nn.Module, Reach] | None = None
@@ -82,7 +95,8 @@ class CostModel:
     def _untouched(self, module: nn.Module) -> Iterator[None]:
         # The trace of the run tells it of every write before it happens; see :meth:`_watch`.
         with untouched(module, reach=self.reach_of(module)) as self._writes:
-            if is_host(self.device):
+            # Processes that meet in the step would wait for the one that has stopped.
+            if self._watches_room and not has_other_processes():
                 self._room = self.room_for_step()
             try:
                 yield

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_dpx.devices import canonical_device, is_host
+from lightning_dpx.devices import canonical_device, counts_by_its_clock, is_host
 from lightning_dpx.errors import DPXError
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.replays import Replay
@@ -136,6 +136,7 @@ class RooflineCosts(CostModel):
         self.rates: Rates = rates_of(target)
         self._target = target
         self.offloads: bool = not is_host(target)
+        self.hides_copies = not counts_by_its_clock(target)
         self.elsewhere: bool = here.type != target.type
         self.times_steps = False  # nothing runs as fast here as it would there
         self._costs = OperatorSeconds(self.rates)

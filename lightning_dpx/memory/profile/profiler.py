@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.devices import counts_by_its_clock, raises_out_of_memory, synchronize
+from lightning_dpx.devices import raises_out_of_memory, synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
@@ -365,7 +365,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
         offloading_room=meter.offloading_room(),
-        hides_copies=not counts_by_its_clock(meter.device),
+        hides_copies=meter.hides_copies,
         basis=meter.basis,
         saves=tuple(saves),
         operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),

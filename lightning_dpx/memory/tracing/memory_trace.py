@@ -222,6 +222,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in _tensors_in((out,)):
             if leaf.device != self._device or leaf.layout is not torch.strided:
                 continue
+            # One among several results; a single one was looked at before.
+            if isinstance(leaf, FakeTensor) and not self._sees_fakes:
+                continue
             storage = leaf.untyped_storage()
             if key_of(storage) in self._present:
                 continue

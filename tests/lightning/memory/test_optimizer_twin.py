@@ -71,6 +71,19 @@ def test_fused_steps_and_those_of_other_libraries_move_parameters_and_states_onc
     assert seconds_of_update([], own, [0, 0, 0], RATES) == 0
 
 
+def test_a_tensor_as_learning_rate_and_capturable_steps_have_a_twin() -> None:
+    own = parameters(torch.device("cpu"))
+    plain = seconds_of_update([torch.optim.Adam(own)], own, [0, 0, 0], RATES)
+    for options in ({"lr": torch.tensor(0.1)}, {"capturable": True}, {"lr": torch.tensor(0.1), "capturable": True}):
+        optimizer = torch.optim.Adam(own, **options)
+        assert seconds_of_update([optimizer], own, [0, 0, 0], RATES) == pytest.approx(plain, rel=0.02)
+
+
+def test_an_empty_parameter_has_an_empty_part() -> None:
+    own = [nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(2000, 2000))]
+    assert seconds_of_update([torch.optim.SGD(own, lr=0.1)], own, [0, 0], RATES) > 0
+
+
 def test_what_is_not_trained_has_no_twin() -> None:
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = torch.optim.SGD([frozen], lr=0.1)
