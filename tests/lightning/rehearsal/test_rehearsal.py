@@ -1743,7 +1743,7 @@ class Refusing(torch.optim.SGD):
         raise NotImplementedError("no states are loaded here")
 
 
-class KeepsByHand(LightningModule):
+class KeepsItsLossByHand(LightningModule):
     """A step by hand that keeps what it has computed last."""
 
     def __init__(self) -> None:
@@ -1767,7 +1767,7 @@ class KeepsByHand(LightningModule):
 def test_a_step_by_hand_is_checked_whatever_its_optimizer_refuses(hardware: str, caplog: Any) -> None:
     """Its check ended with the optimizer's error, and what slices kept was that of one of them."""
     torch.manual_seed(0)
-    model = KeepsByHand()
+    model = KeepsItsLossByHand()
     other = copy.deepcopy(model)
     strategy = dpx.DPXStrategy(execution="inline")
     with caplog.at_level("INFO"):
