@@ -1,6 +1,6 @@
 """Optimizers follow their parameters to other copies of them: to their owners, or back to the user's module."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +114,18 @@ def optimize_owners(session: "Session") -> None:
 
 def place_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """State that Lightning has moved to ``device``, that of an earlier run, goes to where its parameters are owned."""
+    for optimizer, parameter, state in _states(optimizers):
+        if parameter.device != device:
+            optimizer.state[parameter] = _moved(state, device, parameter.device)
+
+
+def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, torch.Tensor, Any]]:
+    """What optimizers keep for each parameter; they may exchange it meanwhile."""
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
             # Some keep what belongs to none under a name.
-            if isinstance(parameter, torch.Tensor) and parameter.device != device:
-                optimizer.state[parameter] = _moved(state, device, parameter.device)
+            if isinstance(parameter, torch.Tensor):
+                yield optimizer, parameter, state
 
 
 def bring_home(session: "Session") -> None:
@@ -129,8 +136,6 @@ def bring_home(session: "Session") -> None:
         return
     homes = dict(zip(step.owner_parameters, root.parameters, strict=True))
     # To the host at once, where Lightning's teardown takes it: on the first device there may be no room for all of it.
-    for optimizer in session.strategy.optimizers:
-        for parameter, state in list(optimizer.state.items()):
-            if isinstance(parameter, torch.Tensor):
-                optimizer.state[parameter] = _moved(state, parameter.device, torch.device("cpu"))
+    for optimizer, parameter, state in _states(session.strategy.optimizers):
+        optimizer.state[parameter] = _moved(state, parameter.device, torch.device("cpu"))
     move_optimizers([*session.strategy.optimizers, *held_optimizers(root.module)], homes)

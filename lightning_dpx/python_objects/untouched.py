@@ -1,6 +1,6 @@
 """A run of a module that leaves no trace: tensors, Python objects and random generators are put back afterwards."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -46,7 +46,7 @@ class CopyOnWrite:
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         """Called before the operator ``func`` runs."""
-        for tensor in _written(func, args, kwargs or {}):
+        for tensor in written_tensors(func, args, kwargs or {}):
             if tensor.layout is not torch.strided:
                 continue
             address = key_of(tensor.untyped_storage())
@@ -158,7 +158,8 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
     return [(n, one.name) for n, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The operands that the operator ``func`` writes to, also those in lists."""
     for place, name in _written_places(func):
         for leaf in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
             if isinstance(leaf, torch.Tensor):

@@ -145,6 +145,7 @@ class SimModule:
         self._count = 1
         self._speeds: dict[int, float] = {}
         self._link = 0.0
+        self._latency = 0.0
 
     # ---- devices ----
 

@@ -50,9 +50,11 @@ def test_a_step_stops_before_another_operator_of_its_size_would_not_fit() -> Non
 
 
 def test_a_host_that_is_nearly_full_has_room_for_a_small_step() -> None:
-    room = HostRoom(Host(MIB, MIB // 2).left)
+    host = Host(MIB, MIB // 2)
+    room = HostRoom(host.left)
     for _ in range(150):
         room.take(MIB // 1000)
+    assert host.num_looks == 2
 
 
 def test_only_what_an_operator_has_made_takes_room() -> None:

@@ -6,7 +6,7 @@ what matters is how these rates relate to each other, and not how fast the devic
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.devices import modelled_rates
+from lightning_dpx.python_objects.untouched import written_tensors
 from lightning_dpx.torch_compat import TorchDispatchMode, key_of, schema_of
 
 aten: Any = torch.ops.aten
@@ -41,8 +42,9 @@ class Rates:
             return 0.0
         given = _tensors([*args, *kwargs.values()])
         results = _tensors([out])
+        # Those on lists write to them, and give nothing back.
         if not schema_of(func).returns:
-            results = _tensors(_written(func, args, kwargs))
+            results = _tensors(list(written_tensors(func, args, kwargs)))
         # An operator that writes in place moves bytes, though it gives back the memory that it
         # took.
         if not schema_of(func).is_mutable:
@@ -114,19 +116,6 @@ def _tensors(entries: Sequence[Any]) -> list[torch.Tensor]:
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 found.append(leaf)
     return found
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operator writes to, tensors or lists of them; it gives back neither, as those on lists do."""
-    written = []
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if place < len(args):
-            written.append(args[place])
-        elif argument.name in kwargs:
-            written.append(kwargs[argument.name])
-    return written
 
 
 def _storage(tensor: torch.Tensor) -> int:
