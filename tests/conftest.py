@@ -63,6 +63,7 @@ def sim_device(index: int) -> torch.device:
 _UNNOTICED = 2**15  # bytes that a test may leave behind: the traceback of an expected error, say
 _ENDS_WITHIN = 60.0  # seconds: a worker that was told to end, however busy the machine is
 _MANY_MODULES = 200
+_MANY_OBJECTS = 10_000
 _num_modules = 0  # when objects were last left out of collections
 _hardware = "cpu"  # what the replicas of the running test live on
 
@@ -97,9 +98,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What earlier tests have imported is left out, too: transformers alone makes 200,000 objects."""
+    """What earlier tests have imported or cached is left out, too: transformers alone makes 200,000 objects."""
     if len(sys.modules) > _num_modules + _MANY_MODULES:
         _leave_out_of_collections()
+    elif len(gc.get_objects()) > _MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()  # what is alive between tests is alive for long
     return (yield)
 
 

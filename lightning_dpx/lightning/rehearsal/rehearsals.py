@@ -1,8 +1,7 @@
 """The rehearsals of a run: when a step is rehearsed, what follows from what was found, and what is said of it."""
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from lightning_dpx.lightning.rehearsal.recurrence import Recurrence
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import AttributeRules, BatchSlice, ListPlace, MergeRules
 from lightning_dpx.replicas.merging.rule_search import Finding
@@ -104,24 +104,22 @@ class Rehearsals:
         self._follow_recurrence(key)
         is_open = key not in self._done or self._is_outdated(key)
         rehearses = is_open and len(slices) > 1 and self._verify != "off"
-        looks = rehearses
         if rehearses:
             self._again[key] = self._again.get(key, -1) + 1
             # Before the rehearsal, which may have the batch cut otherwise and come by here again.
             self._done.add(key)
-            self._rehearse(_call_of(name, slices, args, kwargs))
+            with self._trial():
+                self._rehearse(_call_of(name, slices, args, kwargs))
         elif len(slices) > 1 and _least_rows_of(slices) < self._least_rows.get(key, 0):
-            looks = True
-            rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
+            with self._trial():
+                rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif key in self._found and len(slices) > 1 and not self._lacks_room(name):
             if self._spot_checks.is_due(key):
-                looks = True
-                rehearses = self._look_again(_call_of(name, slices, args, kwargs))
+                with self._trial():
+                    rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
-        if looks and self._strategy.plans_memory:
-            gc.collect()  # the step needs the room that shadows hold in circles
         # Also where this process rehearsed nothing: the others wait for its answer.
         if name == "training_step" and not self._agreed:
             self._agreed = True
@@ -184,6 +182,12 @@ class Rehearsals:
         # The dispatch mode of a rehearsal sees no operators inside of compiled code.
         with code_iterators_guarded(self._strategy.lightning_module, requested), uncompiled():
             yield Rehearsal(self._strategy, call, loss_reduction, requested)
+
+    def _trial(self) -> AbstractContextManager[None]:
+        """Under a memory budget, the step needs the room that shadows hold in circles."""
+        if self._strategy.plans_memory:
+            return COLLECTOR.trial()
+        return nullcontext()
 
     def _rehearse(self, call: Call, fresh: frozenset[str] = frozenset()) -> None:
         """Finds out how a step is put together.
