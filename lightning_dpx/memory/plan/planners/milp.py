@@ -53,6 +53,165 @@ _FEW = 12
 _ROUNDS_OF_FEW = 300  # units that are solved to the end
 
 
+class _Columns:
+    """What the solver decides on from the start: what is dropped, what is computed on the way, and what is uncached.
+
+    Args:
+        problem: What can be dropped.
+
+    Attributes:
+        solver: Of the programme.
+        scale: What seconds are multiplied by.
+        users: By value, what is computed from it.
+        dropped: The column of each unit; a share of it may be dropped in the linear programme.
+        unsaved: By value, the column that says that what is not saved is computed.
+        uncached: By value, the column that says that it is forgotten after every use.
+    """
+
+    def __init__(self, problem: "Problem") -> None:
+        self.solver: Solver = Solver()
+        self._problem = problem
+        self._model = problem.relaxation
+        values = problem.profile.values
+        # Seconds are brought near one: the solver's tolerances are absolute.
+        self.scale: float = 1 / (max((value.seconds for value in values), default=0.0) or 1.0)
+        self.users: dict[int, list[int]] = self._users_of_values()
+        self.dropped: list[int] = [
+            self.solver.column(seconds * self.scale, integer=True) for seconds in self._model.seconds
+        ]
+        self.unsaved: dict[int, int] = {
+            value: self.solver.column(values[value].seconds * self.scale) for value in self._model.unsaved
+        }
+        self.uncached: dict[int, int] = {value: self.solver.column(integer=True) for value in self._model.column}
+        for source, column in self.unsaved.items():
+            for user in self.users.get(source, ()):
+                self.solver.row({self.computed(user): 1, column: -1}, 0)
+        for value, column in self.uncached.items():
+            self._add_uses(value, column)
+
+    def _users_of_values(self) -> dict[int, list[int]]:
+        users: dict[int, list[int]] = defaultdict(list)
+        for index, saved in enumerate(self._problem.profile.values):
+            # What is dropped and never asked for is never computed, and uses nothing.
+            is_asked_for = index in self._model.column and index in self._model.requests
+            if index in self._model.unsaved or is_asked_for:
+                for source in set(saved.inputs):
+                    users[source].append(index)
+        return dict(users)
+
+    def computed(self, value: int) -> int:
+        """The column that says that ``value`` is computed."""
+        if value in self.unsaved:
+            return self.unsaved[value]
+        return self.dropped[self._model.column[value]]
+
+    def _add_uses(self, value: int, uncached: int) -> None:
+        """The price of forgetting ``value`` after every use."""
+        values = self._problem.profile.values
+        way = self._model.on_the_way[value]
+        self.solver.row({uncached: 1, self.computed(value): -1}, 0)
+        if self._model.units[self._model.column[value]] not in self._problem.forgettable:
+            self.solver.row({uncached: 1}, 0)
+        sources: set[int] = set()
+        for index in (value, *way):
+            sources.update(values[index].inputs)
+        for source in sources:
+            if source in self.uncached and values[source].inputs:  # one never rests on another
+                self.solver.row({uncached: 1, self.uncached[source]: 1}, 1)
+        if value not in self._model.requests:
+            return
+        price = self.scale * sum(map(self._problem.profile.seconds_again, (value, *way)))
+        self.solver.add_cost(uncached, price * (len(self._model.requests[value]) - 1))
+        for user in self.users.get(value, ()):
+            self.solver.row({uncached: 1, self.computed(user): 1, self.solver.column(price): -1}, 1)
+
+    def choice(self, values: np.ndarray) -> Choice:
+        """What a solution has chosen; integers come back as numbers near 0 or 1."""
+        units = self._model.units
+        uncached = {value for value, column in self.uncached.items() if values[column] > 0.5}
+        return Choice(
+            frozenset(unit for unit, column in zip(units, self.dropped, strict=True) if values[column] > 0.5),
+            frozenset(units[self._model.column[value]] for value in uncached),
+        )
+
+
+class _Returns:
+    """Which values are there although backward asks for them later: they were computed for others; see the note.
+
+    Args:
+        problem: What can be dropped.
+        columns: What the solver decides on.
+    """
+
+    def __init__(self, problem: "Problem", columns: _Columns) -> None:
+        self._model = problem.relaxation
+        self._columns = columns
+        self._end = len(problem.profile.values)
+        requested = columns.uncached.keys() & self._model.requests.keys()
+        self._first = sorted((self._model.requests[value][0].event, value) for value in requested)
+        self._requested_again = [value for value in requested if len(self._model.requests[value]) > 1]
+
+    def between_requests(self, event: int) -> list[int]:
+        """The values that autograd has asked for before ``event``, asks for again after it, and does not use at it."""
+        found = []
+        for value in self._requested_again:
+            requests = self._model.requests[value]
+            is_between = requests[0].event <= event <= requests[-1].event
+            if not is_between:
+                continue
+            # While autograd uses it, it is there by the row's own account already.
+            if not any(start <= event < stop for start, stop in self._model.in_use(value)):
+                found.append(value)
+        return found
+
+    def back_by(self, event: int, dropped: frozenset[int]) -> frozenset[int]:
+        """The values that ``event`` finds computed although they are asked for later, and the next to be asked for."""
+        later = bisect_right(self._first, (event, self._end))
+        following = [value for _, value in self._first[later:]]
+        computed = self._model.computed_by(event, dropped)
+        return frozenset(following[:_MOST_VALUES]) | (computed & frozenset(following))
+
+    def there(self, event: int, back: frozenset[int]) -> dict[int, int]:
+        """The column, for each value of ``back``, that says whether it is there; see the note."""
+        columns = self._columns
+        solver = columns.solver
+        computed = dict[int, int]()
+        there = dict[int, int]()
+        for value in sorted(back | self._unsaved_after(back), reverse=True):  # what is computed from it comes first
+            users = [user for user in columns.users.get(value, ()) if user in computed or self._is_asked(user, event)]
+            of_users = dict.fromkeys(computed.get(user, columns.computed(user)) for user in users)
+            if not of_users:
+                continue
+            # Computed with the only one that is computed from it: the same column serves for both.
+            if value in columns.unsaved and len(of_users) == 1:
+                computed[value] = next(iter(of_users))
+                continue
+            computed[value] = solver.column()
+            for column in of_users:
+                if value in columns.unsaved:
+                    solver.row({column: 1, computed[value]: -1}, 0)
+                else:
+                    solver.row({column: 1, columns.computed(value): 1, computed[value]: -1}, 1)
+            if value in back:
+                there[value] = solver.column()
+                solver.row({computed[value]: 1, columns.uncached[value]: -1, there[value]: -1}, 0)
+        return there
+
+    def _is_asked(self, user: int, event: int) -> bool:
+        return user in self._columns.uncached and self._model.requests[user][0].event <= event
+
+    def _unsaved_after(self, back: frozenset[int]) -> set[int]:
+        """What is not saved and is computed from ``back`` before anything that is saved."""
+        columns = self._columns
+        stack = list(back)
+        found = set[int]()
+        while stack:
+            new = {user for user in columns.users.get(stack.pop(), ()) if user in columns.unsaved} - found
+            found |= new
+            stack += new
+        return found
+
+
 class MilpModel:
     """The choices within a budget, the cheapest first.
 
@@ -68,9 +227,10 @@ class MilpModel:
     """
 
     def __init__(self, problem: "Problem", budget: int) -> None:
-        self._solver = Solver()
+        self._columns = _Columns(problem)
+        self._returns = _Returns(problem, self._columns)
+        self._solver = self._columns.solver
         self._problem = problem
-        self._values = problem.profile.values
         self._model = problem.relaxation
         self._size = max(1, problem.profile.peak)
         self._budget = budget
@@ -79,54 +239,8 @@ class MilpModel:
         if len(self._model.units) <= _FEW:
             self._work = _MOST_WORK  # which few units never take
         self.least: float = least_seconds(self._model, budget)
-        # Seconds are brought near one: the solver's tolerances are absolute.
-        self._scale = 1 / (max((value.seconds for value in self._values), default=0.0) or 1.0)
-        self._users: dict[int, list[int]] = defaultdict(list)
-        for index, saved in enumerate(self._values):
-            # What is dropped and never asked for is never computed, and uses nothing.
-            is_asked_for = index in self._model.column and index in self._model.requests
-            if index in self._model.unsaved or is_asked_for:
-                for source in set(saved.inputs):
-                    self._users[source].append(index)
-        self._users.default_factory = None
-        self._dropped = [self._solver.column(seconds * self._scale, integer=True) for seconds in self._model.seconds]
-        self._unsaved = {v: self._solver.column(self._values[v].seconds * self._scale) for v in self._model.unsaved}
-        self._uncached = {value: self._solver.column(integer=True) for value in self._model.column}
-        for source, column in self._unsaved.items():
-            for user in self._users.get(source, ()):
-                self._solver.row({self._drop(user): 1, column: -1}, 0)
-        for value, column in self._uncached.items():
-            self._add_uses(value, column)
-        requested = self._uncached.keys() & self._model.requests.keys()
-        self._first = sorted((self._model.requests[value][0].event, value) for value in requested)
-        self._requested_again = [value for value in requested if len(self._model.requests[value]) > 1]
         self._back: dict[int, frozenset[int]] = {}  # event -> what may have come back there, as far as it was added
         self._rows: dict[int, tuple[int, dict[int, float]]] = {}  # event -> its last row, and the terms of it
-
-    def _drop(self, value: int) -> int:
-        """The column that says that ``value`` is computed."""
-        if value in self._unsaved:
-            return self._unsaved[value]
-        return self._dropped[self._model.column[value]]
-
-    def _add_uses(self, value: int, uncached: int) -> None:
-        """The price of forgetting ``value`` after every use."""
-        way = self._model.on_the_way[value]
-        self._solver.row({uncached: 1, self._drop(value): -1}, 0)
-        if self._model.units[self._model.column[value]] not in self._problem.forgettable:
-            self._solver.row({uncached: 1}, 0)
-        sources: set[int] = set()
-        for index in (value, *way):
-            sources.update(self._values[index].inputs)
-        for source in sources:
-            if source in self._uncached and self._values[source].inputs:  # one never rests on another
-                self._solver.row({uncached: 1, self._uncached[source]: 1}, 1)
-        if value not in self._model.requests:
-            return
-        price = self._scale * sum(map(self._problem.profile.seconds_again, (value, *way)))
-        self._solver.add_cost(uncached, price * (len(self._model.requests[value]) - 1))
-        for user in self._users.get(value, ()):
-            self._solver.row({uncached: 1, self._drop(user): 1, self._solver.column(price): -1}, 1)
 
     def solve(self) -> list[Choice]:
         """Choices; only the last may be within the budget. Raises ``least`` on the way."""
@@ -141,7 +255,7 @@ class MilpModel:
             answer = self._run(integer=True)
             if not len(answer.values):
                 break
-            found.append(self._choice(answer.values))
+            found.append(self._columns.choice(answer.values))
             if self._problem.forecast(found[-1]).peak <= self._budget:
                 break
             self._learn(found[-1], answer.activity)
@@ -149,7 +263,7 @@ class MilpModel:
 
     def _relax(self) -> bool:
         """Adds events until the linear programme has none above the budget; whether it has a solution."""
-        shares = np.zeros(len(self._dropped))
+        shares = np.zeros(len(self._columns.dropped))
         while True:
             crossed = local_maxima(self._model.curve_of(shares), self._budget * (1 + _TOLERANCE), _MOST_EVENTS)
             new = [event for event in crossed if event not in self._rows]
@@ -161,23 +275,14 @@ class MilpModel:
             if not len(answer.values):
                 return False
             # The solution of these events may be above the budget at others.
-            shares = answer.values[self._dropped]
+            shares = answer.values[self._columns.dropped]
 
     def _run(self, *, integer: bool) -> Answer:
         answer = self._solver.run(integer=integer, work=self._work - self._solver.work)
         # Within the tolerance of the solver its bound may be above the true one.
         if self._proves:
-            self.least = max(self.least, answer.least / self._scale * (1 - _TOLERANCE))
+            self.least = max(self.least, answer.least / self._columns.scale * (1 - _TOLERANCE))
         return answer
-
-    def _choice(self, values: np.ndarray) -> Choice:
-        units = self._model.units
-        # Integers come back as numbers near 0 or 1.
-        uncached = {value for value, column in self._uncached.items() if values[column] > 0.5}
-        return Choice(
-            frozenset(unit for unit, column in zip(units, self._dropped, strict=True) if values[column] > 0.5),
-            frozenset(units[self._model.column[value]] for value in uncached),
-        )
 
     def _learn(self, choice: Choice, activity: np.ndarray) -> None:
         """Adds what was missing at the events where ``choice`` exceeds the budget."""
@@ -187,7 +292,7 @@ class MilpModel:
         news = False
         for event in crossed:
             known = self._back.get(event)
-            back = self._back_by(event, dropped) | (known or frozenset())
+            back = self._returns.back_by(event, dropped) | (known or frozenset())
             if back != known:
                 self._add_event(event, back)
                 news = True
@@ -218,14 +323,14 @@ class MilpModel:
         for at, unit in enumerate(units):
             if at not in part:
                 is_dropped = unit in choice.dropped
-                terms[self._dropped[at]] = -float(freed[at])
+                terms[self._columns.dropped[at]] = -float(freed[at])
                 room -= float(freed[at]) * is_dropped
                 change = freed[at] if is_dropped else -freed[at]
                 most += max(0.0, float(change))
         for at in part:
-            decided = [(self._dropped[at], units[at] in choice.dropped)]
+            decided = [(self._columns.dropped[at], units[at] in choice.dropped)]
             values = self._problem.units[units[at]].values
-            decided += [(self._uncached[value], units[at] in choice.uncached) for value in values]
+            decided += [(self._columns.uncached[value], units[at] in choice.uncached) for value in values]
             for column, is_so in decided:  # each that differs counts one
                 terms[column] = most if is_so else -most
                 room += most * is_so
@@ -243,7 +348,7 @@ class MilpModel:
                 part.add(at)
             if at is not None and value not in dropped:
                 continue
-            beside = {*self._values[value].inputs, *self._users.get(value, ())}
+            beside = {*self._problem.profile.values[value].inputs, *self._columns.users.get(value, ())}
             if at is not None:
                 beside |= set(self._problem.units[self._model.units[at]].values)
             stack += beside - seen
@@ -256,76 +361,20 @@ class MilpModel:
     def _add_event(self, event: int, back: frozenset[int] | None = None) -> None:
         """What is there at ``event`` fits; with what may have been computed early for others, where that is given."""
         freed = self._model.freed(event) / self._size
-        terms = {self._dropped[at]: -float(freed[at]) for at in np.nonzero(freed)[0].tolist()}
+        terms = {self._columns.dropped[at]: -float(freed[at]) for at in np.nonzero(freed)[0].tolist()}
         if back is not None:
             self._back[event] = back
-            for value in self._between_requests(event):
-                drop = self._drop(value)
+            for value in self._returns.between_requests(event):
+                drop = self._columns.computed(value)
                 share = self._share(value)
                 terms[drop] = terms.get(drop, 0.0) + share
-                terms[self._uncached[value]] = -share
-            for value, column in self._there(event, back).items():
+                terms[self._columns.uncached[value]] = -share
+            for value, column in self._returns.there(event, back).items():
                 terms[column] = self._share(value)
         self._rows[event] = self._solver.row(terms, self._room(event)), terms
 
     def _share(self, value: int) -> float:
-        return self._values[value].num_bytes / self._size
-
-    def _between_requests(self, event: int) -> list[int]:
-        found = []
-        for value in self._requested_again:
-            requests = self._model.requests[value]
-            is_between = requests[0].event <= event <= requests[-1].event
-            if not is_between:
-                continue
-            # While autograd uses it, it is there by the row's own account already.
-            if not any(start <= event < stop for start, stop in self._model.in_use(value)):
-                found.append(value)
-        return found
-
-    def _back_by(self, event: int, dropped: frozenset[int]) -> frozenset[int]:
-        """The values that ``event`` finds computed although they are asked for later, and the next to be asked for."""
-        later = bisect_right(self._first, (event, len(self._values)))
-        following = [value for _, value in self._first[later:]]
-        computed = self._model.computed_by(event, dropped)
-        return frozenset(following[:_MOST_VALUES]) | (computed & frozenset(following))
-
-    def _there(self, event: int, back: frozenset[int]) -> dict[int, int]:
-        """The column, for each value of ``back``, that says whether it is there; see the note."""
-        computed = dict[int, int]()
-        there = dict[int, int]()
-        for value in sorted(back | self._unsaved_after(back), reverse=True):  # what is computed from it comes first
-            users = [user for user in self._users.get(value, ()) if user in computed or self._requested_by(user, event)]
-            columns = dict.fromkeys(computed.get(user, self._drop(user)) for user in users)
-            if not columns:
-                continue
-            # Computed with the only one that is computed from it: the same column serves for both.
-            if value in self._unsaved and len(columns) == 1:
-                computed[value] = next(iter(columns))
-                continue
-            computed[value] = self._solver.column()
-            for column in columns:
-                if value in self._unsaved:
-                    self._solver.row({column: 1, computed[value]: -1}, 0)
-                else:
-                    self._solver.row({column: 1, self._drop(value): 1, computed[value]: -1}, 1)
-            if value in back:
-                there[value] = self._solver.column()
-                self._solver.row({computed[value]: 1, self._uncached[value]: -1, there[value]: -1}, 0)
-        return there
-
-    def _requested_by(self, user: int, event: int) -> bool:
-        return user in self._uncached and self._model.requests[user][0].event <= event
-
-    def _unsaved_after(self, back: frozenset[int]) -> set[int]:
-        """What is not saved and is computed from ``back`` before anything that is saved."""
-        stack = list(back)
-        found = set[int]()
-        while stack:
-            new = {user for user in self._users.get(stack.pop(), ()) if user in self._unsaved} - found
-            found |= new
-            stack += new
-        return found
+        return self._problem.profile.values[value].num_bytes / self._size
 
 
 def programmed(problem: "Problem", budget: int) -> list[Choice]:
