@@ -138,20 +138,20 @@ class Forecaster:
             peak, kept = replay.run()
         finally:
             # Also of a step that was given up: that has taken its time as well.
-            self.work += len(self._profile.curve) + len(self._profile.values) + replay.computations
-        return Forecast(peak, kept.num_bytes, replay.seconds + _exposed(self._profile, replay))
+            self.work += len(self._profile.curve) + len(self._profile.values) + replay.work.computations
+        return Forecast(peak, kept.num_bytes, replay.work.seconds + _exposed(self._profile, replay))
 
 
 def _exposed(profile: Profile, replay: StepReplay) -> float:
     """Seconds of the copies that no computation hides."""
     out = [profile.values[index].copying for index in replay.offloaded.order]
-    back = replay.fetches
+    back = replay.work.fetches
     # The device waits for every copy, so nothing hides any of them.
     if not profile.prefetch_depth:
         return sum(out) + sum(back)
     forward = profile.forward_seconds
     # Copies back hide behind recomputation as well.
-    backward = profile.step_seconds - forward + replay.seconds
+    backward = profile.step_seconds - forward + replay.work.seconds
     exposed_out = max(sum(out) - forward, max(out, default=0.0))
     exposed_back = max(sum(back) - backward, max(back, default=0.0))
     return exposed_out + exposed_back + HIDDEN_SHARE * (sum(out) + sum(back))

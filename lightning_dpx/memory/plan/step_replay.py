@@ -38,6 +38,111 @@ class BeyondLimitsError(Exception):
     """A choice takes more than is acceptable."""
 
 
+class Work:
+    """What a step spends on making values again.
+
+    Args:
+        outline: Of the profile.
+        limits: What is acceptable.
+
+    Attributes:
+        seconds: Of all computations.
+        computations: How many there were.
+        fetches: Seconds of each copy back from the host.
+    """
+
+    __slots__ = ("_limits", "_outline", "_was_made", "computations", "fetches", "seconds")
+
+    def __init__(self, outline: "Outline", limits: Limits) -> None:
+        self._outline = outline
+        self._limits = limits
+        self._was_made = [False] * len(outline.profile.values)
+        self.seconds: float = 0.0
+        self.computations: int = 0
+        self.fetches: list[float] = []
+
+    def begin(self) -> None:
+        """Another value is made.
+
+        Raises:
+            BeyondLimitsError: it is one too many.
+        """
+        self.computations += 1
+        if self.computations > self._limits.computations or self.seconds > self._limits.seconds:
+            raise BeyondLimitsError
+
+    def compute(self, index: int) -> None:
+        """Its operator runs."""
+        if self._was_made[index]:
+            self.seconds += self._outline.seconds_again[index]
+        else:
+            self.seconds += self._outline.profile.values[index].seconds
+            self._was_made[index] = True
+
+    def fetch(self, index: int) -> None:
+        """It is copied back from the host."""
+        self.fetches.append(self._outline.profile.values[index].copying)
+
+
+class _NestedValues:
+    """Values on the way to others that are recomputed: each goes once nothing on the way to one request needs it.
+
+    Args:
+        choice: What is dropped.
+        memory: Where they come and go.
+    """
+
+    def __init__(self, choice: "RecomputedValues", memory: HeldMemory) -> None:
+        self._choice = choice
+        self._memory = memory
+        self._inputs = dict[int, list[int]]()
+        self._uses: dict[int, int] | None = None  # to come, in the computation that is under way
+
+    def begin(self) -> None:
+        """A computation begins."""
+        self._uses = None
+
+    def release(self, wanted: int, index: int) -> None:
+        """Forgets what ``index`` was made from, but for what is needed until ``wanted`` is there."""
+        sources = self._inputs.get(index)
+        if sources is None:
+            nested = self._choice.nested
+            sources = [source for source in self._choice.inputs[index] if nested[source]]
+            self._inputs[index] = sources  # asked for once for every time that it is made
+        if not sources:
+            return
+        if self._uses is None:
+            self._uses = self._uses_to_come(wanted)  # without those of ``index``, which is there
+        else:
+            for source in sources:
+                self._uses[source] = self._uses.get(source, 0) - 1
+        for source in sources:
+            if self._uses.get(source, 0) > 0:
+                self._memory.kept.add(source)
+            else:
+                self._memory.forget(source)
+
+    def _uses_to_come(self, wanted: int) -> dict[int, int]:
+        """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
+        nested = self._choice.nested
+        inputs = self._choice.inputs
+        there = self._memory.there
+        uses = dict[int, int]()
+        stack = [wanted]
+        seen = {wanted}
+        while stack:
+            index = stack.pop()
+            if there[index]:
+                continue
+            for source in inputs[index]:
+                if nested[source]:
+                    uses[source] = uses.get(source, 0) + 1
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return uses
+
+
 class StepReplay:
     """One step of a profile.
 
@@ -48,9 +153,7 @@ class StepReplay:
 
     Attributes:
         curve: Bytes at every event, after :meth:`run`.
-        seconds: Of all computations.
-        computations: How many there were.
-        fetches: Seconds of each copy back from the host.
+        work: What is spent on making values again.
         offloaded: What comes back from the host.
     """
 
@@ -61,18 +164,13 @@ class StepReplay:
         self._choice = choice
         self._uses = UseCounts(outline, choice)
         self._memory = HeldMemory(choice)
-        self._has_nested = any(choice.nested)
+        self._nested = _NestedValues(choice, self._memory) if any(choice.nested) else None
         self._limits = limits
         self._room: list[float] = list[float]()  # beside what is kept, at each event, where bytes are limited
         self._highest = 0  # bytes that were there at a time, in the computation that is under way
         self._most_now = float("inf")  # that may be
-        self._nested_inputs = dict[int, list[int]]()
-        self.computations: int = 0
-        self._nested_uses: dict[int, int] | None = None  # to come, in the computation that is under way
-        self._was_made = [False] * len(values)
+        self.work: Work = Work(outline, limits)
         self.curve: HeldCurve = HeldCurve(len(profile.curve))
-        self.seconds: float = 0.0
-        self.fetches: list[float] = list[float]()
         offloaded = [index for index in choice.dropped if values[index].offloaded and values[index].storage >= 0]
         # The order in which forward saves them is that in which copies leave.
         in_order = sorted(offloaded, key=lambda index: (values[index].saved, index))
@@ -146,10 +244,12 @@ class StepReplay:
         uncached = self._choice.uncached
         there = self._memory.there
         kept = self._memory.kept
+        nested = self._nested
         stack = [wanted]
         made = set[int]()
         later = list[int]()  # whose inputs are used up only when ``wanted`` is there
-        self._nested_uses = None
+        if nested is not None:
+            nested.begin()
         self._highest = 0
         self._most_now = self._room_at(event)
         while stack:
@@ -167,8 +267,8 @@ class StepReplay:
                     continue
             stack.pop()
             self._make(index)
-            if self._has_nested:
-                self._release_nested(wanted, index)
+            if nested is not None:
+                nested.release(wanted, index)
             # Made twice for one request: after a part of a backward the counts are off, and nothing
             # more is forgotten before the end.
             if later or (index in made and not uncached[index]):
@@ -187,16 +287,12 @@ class StepReplay:
         """The value is computed or fetched: its inputs are there."""
         memory = self._memory
         memory.there[index] = True
-        self.computations += 1
-        if self.computations > self._limits.computations or self.seconds > self._limits.seconds:
-            raise BeyondLimitsError
-        value = self._outline.profile.values[index]
+        self.work.begin()
         if self.offloaded.order and index in self.offloaded:
-            self.fetches.append(value.copying)
+            self.work.fetch(index)
             self.offloaded.fetch(index)
         else:
-            self.seconds += self._outline.seconds_again[index] if self._was_made[index] else value.seconds
-            self._was_made[index] = True
+            self.work.compute(index)
         size = self._choice.sizes[index]
         # What takes no bytes of its own is a view, and holds those of what it shows.
         if size:
@@ -212,46 +308,6 @@ class StepReplay:
 
     def _has_all_inputs(self, index: int) -> bool:
         return all(map(self._memory.there.__getitem__, self._choice.inputs[index]))
-
-    def _release_nested(self, wanted: int, index: int) -> None:
-        """Forgets what ``index`` was made from, of nested values, but for what is needed until ``wanted`` is there."""
-        sources = self._nested_inputs.get(index)
-        if sources is None:
-            nested = self._choice.nested
-            sources = [source for source in self._choice.inputs[index] if nested[source]]
-            self._nested_inputs[index] = sources  # asked for once for every time that it is made
-        if not sources:
-            return
-        if self._nested_uses is None:
-            self._nested_uses = self._nested_uses_to_come(wanted)  # without those of ``index``, which is there
-        else:
-            for source in sources:
-                self._nested_uses[source] = self._nested_uses.get(source, 0) - 1
-        for source in sources:
-            if self._nested_uses.get(source, 0) > 0:
-                self._memory.kept.add(source)
-            else:
-                self._memory.forget(source)
-
-    def _nested_uses_to_come(self, wanted: int) -> dict[int, int]:
-        """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
-        nested = self._choice.nested
-        inputs = self._choice.inputs
-        there = self._memory.there
-        uses = dict[int, int]()
-        stack = [wanted]
-        seen = {wanted}
-        while stack:
-            index = stack.pop()
-            if there[index]:
-                continue
-            for source in inputs[index]:
-                if nested[source]:
-                    uses[source] = uses.get(source, 0) + 1
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
-        return uses
 
     def _use_inputs(self, index: int) -> None:
         """The inputs of a value have been used to make it."""
