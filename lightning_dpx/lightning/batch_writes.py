@@ -8,7 +8,7 @@ optimizer that calls its closure again finds it, too.
 """
 
 import threading
-from collections.abc import Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, ModuleType
@@ -78,6 +78,7 @@ class _Given:
         versions: Of each of the parts.
         others: Marks of the parts of any other batch, by path.
         objects: What those of them that a slicer cuts hold, such as batches of graphs, by path.
+        opened: The lists and tuples whose items are parts, by path; a step may give a list more items, or fewer.
     """
 
     batch_slice: BatchSlice
@@ -87,6 +88,7 @@ class _Given:
     versions: list[int]
     others: dict[Path, _Mark]
     objects: dict[Path, list[Any]]
+    opened: dict[Path, Any]
 
     @property
     def is_untouched(self) -> bool:
@@ -104,6 +106,11 @@ class _Given:
             return self.others
         pairs = zip(self.parts, self.versions, strict=True)
         return {(at,): _Mark(part, [part], [version]) for at, (part, version) in enumerate(pairs)}
+
+    def now(self, shown: Any) -> dict[Path, Any]:
+        """The parts of the batch as the step has left it, by path; ``shown`` is the whole batch of the hooks."""
+        parts = _parts(self.batch, shown, (), of_hooks=not self.is_as_loaded, opened=self.opened)
+        return dict(parts)
 
 
 class BatchWrites:
@@ -199,28 +206,29 @@ class BatchWrites:
 
     def _on_host(self, given: _Given) -> _Given:
         """The same batch on the host, in which the same counts as written."""
-        now = dict(_parts(given.batch, self._shown, (), of_hooks=not given.is_as_loaded))
-        written = list(_written(given, now))
+        written = list(_written(given, given.now(self._shown)))
         there = tree_map_only(torch.Tensor, torch.Tensor.cpu, given.batch)
-        marks = dict(self._marked(given.batch_slice, there, given.is_as_loaded).marks())
+        opened = {path: _at(there, path) for path, node in given.opened.items() if _at(given.batch, path) is node}
+        copied = _Given(given.batch_slice, there, given.is_as_loaded, None, [], {}, {}, opened)
+        for path, value in copied.now(self._shown).items():
+            copied.others[path] = _Mark.of(value)
         for path in written:
-            marks[path] = _NEVER_CURRENT
-        return _Given(given.batch_slice, there, given.is_as_loaded, None, [], marks, {})
+            copied.others[path] = _NEVER_CURRENT
+        return copied
 
     def _wrote_nothing(self, given: _Given) -> bool:
         if given.parts is not None:
             return given.is_untouched
-        now = dict(_parts(given.batch, self._shown, (), of_hooks=False))
-        return _written_object(given) is None and not any(True for _ in _written(given, now))
+        return _written_object(given) is None and not any(True for _ in _written(given, given.now(self._shown)))
 
     def _marked(self, batch_slice: BatchSlice, batch: Any, is_as_loaded: bool) -> _Given:
         parts = _plain_tensors(batch)
         if parts is not None:
-            return _Given(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {})
-        named = _parts(batch, self._shown, (), of_hooks=not is_as_loaded)
+            return _Given(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {}, {(): batch})
+        named = _parts(batch, self._shown, (), of_hooks=not is_as_loaded, opened=None)
         marks = {path: _Mark.of(value) for path, value in named}
         objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}
-        return _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects)
+        return _Given(batch_slice, batch, is_as_loaded, None, [], marks, objects, _opened(batch, marks))
 
     def finish(self, rules: MergeRules, device: torch.device, dim: int) -> str | None:
         """After the step: hooks find what was written; or else what cannot be put together, and why not.
@@ -247,7 +255,7 @@ class BatchWrites:
             problem = _other_kind(self._shown, given[0].batch, (rows, given[0].batch_slice.num_rows), "batch")
             if problem is not None:
                 return problem
-        now = [dict(_parts(one.batch, self._shown, (), of_hooks=not one.is_as_loaded)) for one in given]
+        now = [one.now(self._shown) for one in given]
         # A path that one slice has written is taken from all of them, as the others have
         # its other rows.
         paths = dict.fromkeys(path for one, parts in zip(given, now, strict=True) for path in _written(one, parts))
@@ -285,10 +293,15 @@ class BatchWrites:
         device: torch.device,
         dim: int,
     ) -> Any:
-        if len(parts) == 1 or parts[0] is _MISSING:
+        # Numbers may count rows, and be equal by chance; a text, or that there is nothing, is of no rows.
+        is_text = isinstance(parts[0], str | None)
+        if len(parts) == 1 or parts[0] is _MISSING or (is_text and all(part == parts[0] for part in parts)):
             return parts[0]
         shown = _at(self._shown, path)
-        if isinstance(shown, list | tuple) and len(shown) == sum(map(len, parts)):  # one item per row
+        rows = [one.batch_slice.num_rows for one in given]
+        lengths = [len(part) if isinstance(part, list | tuple) else None for part in parts]
+        # One item per row, also of a list that is another length by now than the one that it stands for.
+        if isinstance(shown, list | tuple) and lengths == rows and len(shown) == sum(rows):
             items = list(chain.from_iterable(parts))
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), type(shown)(items))
         weights = weights_of([one.batch_slice for one in given])
@@ -377,7 +390,36 @@ def _written(given: _Given, now: dict[Path, Any]) -> Iterator[Path]:
         # counts as written.
         if mark is None or not given.is_as_loaded or not mark.is_current(value):
             yield path
-    yield from (path for path in marks if path not in now)
+    for path in marks:
+        gone = None if path in now else _gone(given.batch, path, now)
+        if gone is not None:
+            yield gone
+
+
+def _gone(batch: Any, path: Path, now: dict[Path, Any]) -> Path | None:
+    """What a step has taken out of its batch where ``path`` is no more: a container goes with all that it held.
+
+    ``None`` where something else has its place.
+    """
+    for depth in range(1, len(path) + 1):
+        start = path[:depth]
+        if start in now:
+            return None
+        if _at(batch, start) is _MISSING:
+            return start
+    return None
+
+
+def _opened(batch: Any, paths: Iterable[Path]) -> dict[Path, Any]:
+    """The lists and tuples that ``paths`` lead through."""
+    opened: dict[Path, Any] = {}
+    for path in paths:
+        for depth in range(len(path)):
+            start = path[:depth]
+            node = _at(batch, start)
+            if isinstance(node, Sequence):
+                opened[start] = node
+    return opened
 
 
 def _written_object(given: _Given) -> str | None:
@@ -464,7 +506,9 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
     return children
 
 
-def _parts(node: Any, shown: Any, path: Path, *, of_hooks: bool) -> Iterator[tuple[Path, Any]]:
+def _parts(
+    node: Any, shown: Any, path: Path, *, of_hooks: bool, opened: dict[Path, Any] | None
+) -> Iterator[tuple[Path, Any]]:
     """The parts of a slice that are put together one by one; ``shown`` is the same place of the whole batch.
 
     Args:
@@ -472,20 +516,34 @@ def _parts(node: Any, shown: Any, path: Path, *, of_hooks: bool) -> Iterator[tup
         shown: Of the whole batch.
         path: To both.
         of_hooks: Whether hooks have made the slice's batch, such as a tuple of the tensors in a list.
+        opened: Sequences whose items were parts before the step, and are, whatever it did to them; ``None`` before it.
     """
-    # What the whole batch does not have was made by the step, and is put together as one value.
-    children = None if isinstance(node, torch.Tensor) or shown is _MISSING else _children(node)
-    if children is None or not (_is_same_sequence(node, shown) or (of_hooks and _takes_items(shown, node))):
-        yield path, node  # with a row for each item, or made by the step
+    # What the whole batch does not have, or has another kind of, was made by the step, and is put together as one
+    # value.
+    is_made = isinstance(node, torch.Tensor) or _kind(node) != _kind(shown)
+    children = None if is_made else _children(node)
+    # One of another length has a row for each item. What is put in the place of a sequence is one value, too: it may
+    # have as many rows as that had items.
+    is_opened = _is_same_sequence(node, shown) if opened is None else _is_known(node, path, opened)
+    if children is None or not (is_opened or (of_hooks and _takes_items(shown, node))):
+        yield path, node
         return
     for key, child in children:
-        yield from _parts(child, _child(shown, key), (*path, key), of_hooks=of_hooks)
+        yield from _parts(child, _child(shown, key), (*path, key), of_hooks=of_hooks, opened=opened)
+
+
+def _is_plain_sequence(node: Any) -> bool:
+    return isinstance(node, Sequence) and not hasattr(node, "_fields")
 
 
 def _is_same_sequence(node: Any, shown: Any) -> bool:
     """Whether two sequences are of one class and length; true of everything else."""
-    is_sequence = isinstance(node, Sequence) and not hasattr(node, "_fields")
-    return not is_sequence or (type(node) is type(shown) and len(node) == len(shown))
+    return not _is_plain_sequence(node) or (type(node) is type(shown) and len(node) == len(shown))
+
+
+def _is_known(node: Any, path: Path, opened: dict[Path, Any]) -> bool:
+    """Whether a sequence is the one that was there; true of everything else."""
+    return not _is_plain_sequence(node) or node is opened.get(path)
 
 
 def _takes_items(shown: Any, made: Any) -> bool:
@@ -553,6 +611,9 @@ def _child(node: Any, key: Any) -> Any:
     if isinstance(node, Sequence) and isinstance(key, int):
         if key < len(node):
             return node[key]
+        return _MISSING
+    # An index leads nowhere in what a step has put in the place of a list.
+    if not isinstance(key, str):
         return _MISSING
     return getattr(node, key, _MISSING)
 
