@@ -168,13 +168,14 @@ class Session(Run):
         return batch
 
     def end_batch(self, name: str, args: tuple[Any, ...], *, backward_follows: bool = False) -> None:
-        """Hooks find in the batch what the step wrote there.
+        """A step has run: hooks find in the batch what it wrote there.
 
         Args:
             name: Of the step.
             args: Of the step.
             backward_follows: Whether activations are there until its end, when :meth:`move_batch` is called.
         """
+        self.rehearsals.refuse_unchecked()
         if not self.batch_writes.is_watched:
             return
         # Several training loaders give one combined batch; only evaluation tells its loaders apart.

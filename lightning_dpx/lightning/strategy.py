@@ -83,11 +83,11 @@ class DPXStrategy(HookedStrategy):
         verify: Before the first step of a stage on several replicas, it is rehearsed on a few rows: once as one device,
             once in slices of unequal size. Losses, gradients, outputs, logged values and Python state are compared, and
             how outputs and logged values are merged is decided by what reproduces those of one device. What differs is
-            a warning ("warn"), an error ("raise"), or has the stage run on the first replica as one device ("first",
-            also where a batch norm would see slices). "off" rehearses nothing. The rehearsal runs your step on shadow
-            modules and puts back all that it changes in them, the trainer and random generators; what a step does
-            outside (prints, files, requests) happens again. Steps by hand run with copies of their optimizers, and are
-            compared by the new weights.
+            a warning ("warn"), an error ("raise", also where it cannot be found out), or has the stage run on the first
+            replica as one device ("first", also where a batch norm would see slices). "off" rehearses nothing. It runs
+            your step on shadow modules and puts back all that it changes in them, the trainer and random generators;
+            what a step does outside (prints, files, requests) happens again. Steps by hand run with copies of their
+            optimizers, and are compared by the new weights.
         micro_batches: M, or a list of one M for each device: a device's slice of a batch is cut into M micro-batches of
             nearly equal rows, of which each runs forward and backward before the next one begins, so that only its
             activations are held. Outside the step nothing changes: it is one step on one batch. Evaluation and

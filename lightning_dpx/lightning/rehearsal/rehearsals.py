@@ -52,6 +52,7 @@ class Rehearsals:
         # Not emptied by forget: a second fit of the same strategy need not say the same again.
         self._said: set[str] = set()
         self._agreed = False
+        self._unchecked: str = ""
 
     def forget(self) -> None:
         """Forgets what a run has found, so that the next one rehearses anew."""
@@ -63,6 +64,7 @@ class Rehearsals:
         self._spot_checks.forget()
         self._recurrences.clear()
         self._agreed = False
+        self._unchecked = ""
 
     def reopen(self, name: str) -> None:
         """Has the next step of this stage rehearsed, as its first one was."""
@@ -222,7 +224,7 @@ class Rehearsals:
             return None
         except NotRehearsed as reason:
             if not self._left_micro_batches(call, f"they could not be checked: {reason}"):
-                self._say(f"dpx: {call.name} was not checked against one device: {reason}")
+                self._note_unchecked(f"dpx: {call.name} was not checked against one device: {reason}")
             return None
         except BaseException as error:  # such as Ctrl-C; any other error of the step is announced, and ends nothing
             error.add_note(f"In the rehearsal of {call.name}, which checks its slices against one device.")
@@ -391,6 +393,29 @@ class Rehearsals:
         if not self._keeps_micro_batches(name, reason):
             advice = "Do it in on_train_batch_end and its like, which see the whole batch."
             self._strategy.session.whole_batches.give_whole(name, reason, advice)
+
+    def _note_unchecked(self, text: str) -> None:
+        """A step could not be rehearsed, as ``text`` says; with ``verify="raise"`` its run ends after the step."""
+        # Not before it: what the step raises in a rehearsal it mostly raises itself, and then as the user's own error,
+        # which a debugger, or a search for a batch size, knows.
+        if self._verify == "raise":
+            self._unchecked = text
+        else:
+            self._say(text)
+
+    def refuse_unchecked(self) -> None:
+        """Called once a step has run.
+
+        Raises:
+            ParityError: it could not be checked, and ``verify="raise"``.
+        """
+        text = self._unchecked
+        self._unchecked = ""
+        if text:
+            raise ParityError(
+                f"{text.rstrip('.')}. With verify='raise' every step has to be checked: mend what the check cannot do, "
+                "or give verify='warn', which goes on unchecked and says so."
+            )
 
     def _left_slices(self, call: Call, failure: SlicesFail) -> bool:
         """Gives up micro-batches and rehearses the slices of devices, where there are several."""

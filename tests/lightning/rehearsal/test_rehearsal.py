@@ -1107,19 +1107,53 @@ def test_callbacks_loggers_and_loaders_notice_nothing(fitted, tmp_path: Path) ->
 
 
 def test_what_cannot_be_copied_is_named_and_trains_all_the_same(fitted) -> None:
-    class HoldsFile(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stream = open(__file__)  # noqa: SIM115
-
-        def on_fit_end(self) -> None:
-            self.stream.close()
-
     seen = fitted(HoldsFile, 2)
     assert "training_step was not checked against one device" in seen.told
     assert "'stream'" in seen.told
     assert not seen.warned
     assert_equal(seen.values, fitted(HoldsFile).values)
+
+
+class HoldsFile(Model):
+    """What no shadow can copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = open(__file__)  # noqa: SIM115
+
+    def teardown(self, stage: str) -> None:
+        self.stream.close()
+
+
+class HoldsFileInEvaluation(Model):
+    """Training ends its file, which validation opens."""
+
+    def on_validation_start(self) -> None:
+        self.stream = open(__file__)  # noqa: SIM115
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rows", float(len(batch[0])), reduce_fx="sum")
+
+    def teardown(self, stage: str) -> None:
+        self.stream.close()
+
+
+def test_who_asks_for_parity_hears_that_it_cannot_be_checked(fitted) -> None:
+    """It was a line of information, and the run went on as if it had been checked."""
+    refusal = "_step was not checked against one device: .*'stream'.*verify='warn'"
+    with pytest.raises(dpx.ParityError, match=f"training{refusal}"):
+        fitted(HoldsFile, 2, verify="raise")
+    with pytest.raises(dpx.ParityError, match=f"validation{refusal}"):
+        fitted(HoldsFileInEvaluation, 2, verify="raise")
+
+
+def test_a_step_that_fails_in_its_check_raises_its_own_error(fitted) -> None:
+    class Fails(HoldsFile):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        fitted(Fails, 2, verify="raise")
 
 
 def test_an_error_in_a_rehearsal_is_none_of_the_training(fitted) -> None:
