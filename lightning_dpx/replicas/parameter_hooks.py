@@ -21,6 +21,11 @@ class ParameterHooks:
         self._next = RemovableHandle.next_id
         self._hooks = self._hooks_now()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there were any then."""
+        return bool(self._hooks)
+
     def changed(self) -> int | None:
         """The place of the first parameter that has other hooks now; ``None`` if none has."""
         if RemovableHandle.next_id == self._next and not self._hooks:  # torch numbers all hooks of the process

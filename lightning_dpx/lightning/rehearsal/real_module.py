@@ -13,8 +13,8 @@ from torch import nn
 from lightning_dpx.lightning.rehearsal.surroundings import Reached
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.other_threads import user_code_runs_elsewhere
+from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.same_draws import SharedParameters
-from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
 
 _MOST_OBJECTS = 5_000  # of the module, and behind its attributes: the nearest ones first
 
@@ -28,7 +28,9 @@ class RealModule:
         shared: What has put buffers aside before an operator wrote them.
 
     Attributes:
+        has_hooks: Whether parameters have hooks of the user's.
         reached: What runs have changed, by name.
+        changed_by_hooks: What hooks of parameters have changed, by name; empty if nothing.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class RealModule:
         self._shared = shared
         self._parameters = parameters
         # Of both kinds, as either may keep what it has seen.
-        self._has_hooks = any(backward_hooks_of(one) or post_accumulate_hooks_of(one) for _, one in parameters)
+        self.has_hooks: bool = ParameterHooks([one for _, one in parameters]).are_there
         self._after_step: list[Any] | None = None
         self._is_alone = not user_code_runs_elsewhere()
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.reached: list[str] = []
+        self.changed_by_hooks: str = ""
 
     def put_gradients_aside(self) -> None:
         """From here on every gradient that a parameter has is one that a run has given it."""
@@ -54,7 +57,7 @@ class RealModule:
 
     def note_step(self) -> None:
         """The step of a run has ended, and its backward is to come: hooks of parameters have done nothing yet."""
-        if self._has_hooks:
+        if self.has_hooks:
             self._after_step = self._objects.marks()
 
     def restore(self) -> None:
@@ -73,10 +76,13 @@ class RealModule:
         if self._is_alone and not user_code_runs_elsewhere():
             now = self._objects.marks()
             changed = self._objects.difference(now, self._after_step)
+            if self.has_hooks and not self.changed_by_hooks:
+                # By hand backwards lie inside of the step.
+                self.changed_by_hooks = self._objects.changed_since(self._after_step, now)
             self._objects.restore(now)
         # Hooks of parameters come to what they keep, whichever copy has called them: what they write in a backward is
         # no way of the step's own to the module.
-        if changed and (self._after_step is not None or not self._has_hooks):
+        if changed and (self._after_step is not None or not self.has_hooks):
             found.append(changed)
         self._after_step = None
         self.reached = list(dict.fromkeys([*self.reached, *found]))

@@ -97,6 +97,9 @@ class Rehearsal:
         self._check_registries()
         outcome = self._visited(self._on_first_batch)
         outcome.settle_numbers()
+        real_module = self._step.guest.real_module
+        if self._step.trains and real_module.has_hooks:
+            outcome.comparison.tell_of_hooks(real_module.changed_by_hooks)
         return outcome
 
     def _check_registries(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from tests.conftest import make_loader, make_trainer
+from tests.conftest import StepsByHand, make_loader, make_trainer
 
 ACTOR: list[threading.Semaphore] = []
 MODELS: list[Any] = []  # as registries of plugins have it
@@ -141,9 +141,48 @@ class KeepsNormsByAHook(Model):
         self.net.weight.register_hook(lambda gradient: self.norms.append(float(gradient.norm())))
 
 
-def test_what_hooks_of_parameters_keep_is_no_way_of_a_step_to_the_module(recwarn: pytest.WarningsRecorder) -> None:
-    fitted(KeepsNormsByAHook, devices=2, strategy=dpx.DPXStrategy(execution="inline"))
-    assert not any("whole" in str(one.message) for one in recwarn)
+class CountsByAHook(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.net.weight.register_post_accumulate_grad_hook(self.count)
+
+    def count(self, parameter: torch.Tensor) -> None:
+        self.calls += 1
+
+
+class CountsByAHookByHand(StepsByHand, CountsByAHook):
+    pass
+
+
+class MasksByAHook(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (KeepsNormsByAHook, "KeepsNormsByAHook.norms"),
+        (CountsByAHook, "CountsByAHook.calls"),
+        (CountsByAHookByHand, "CountsByAHookByHand.calls"),
+    ],
+)
+def test_what_hooks_of_parameters_keep_of_every_slice_is_told(
+    kind: type[Model], name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It is no way of a step to the module, for which batches would go whole; but a count was K times what it is."""
+    fitted(kind, devices=2, strategy=dpx.DPXStrategy(execution="inline"))
+    told = [str(one.message) for one in recwarn]
+    assert not any("batches whole" in one for one in told)
+    assert any(f"hooks of parameters change {name}, once for the gradient of each slice" in one for one in told)
+
+
+def test_that_hooks_of_parameters_get_gradients_of_slices_is_part_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fitted(MasksByAHook, devices=2, strategy=dpx.DPXStrategy(execution="inline", verify="raise"))
+    assert "training_step). Hooks of parameters get the gradient of each slice." in caplog.text
 
 
 def test_what_another_thread_puts_into_the_module_meanwhile_stays_there() -> None:

@@ -53,6 +53,14 @@ class Comparison:
         self.differences.append(("state", f"what steps add up in {named} is the first slice's part only"))
         self.kept = [name for name in self.kept if name not in names]
 
+    def tell_of_hooks(self, changed: str) -> None:
+        """Adds that parameters have hooks, and what these have changed, if anything."""
+        if changed:
+            text = f"hooks of parameters change {changed}, once for the gradient of each slice"
+            self.differences.append(("hook", text))
+        else:
+            self.notes.append("Hooks of parameters get the gradient of each slice")
+
     @property
     def _all_notes(self) -> list[str]:
         # A difference of that kind says the same, and more.
@@ -113,6 +121,7 @@ _WAYS_OUT = {
         "slice; edit them in on_before_optimizer_step. A loss may be the whole batch's by chance and have other "
         "gradients (normalized by the batch, say): compute it in training_step_end(outputs)"
     ),
+    "hook": "look at gradients in on_after_backward or on_before_optimizer_step, which see those of the whole batch",
     "new weight": "what a step writes between its optimizer steps, write in on_train_batch_end",
     "logged value": (
         "log what belongs to the whole batch in a hook that sees all of it ({step}_end(outputs), on_..._batch_end), "
