@@ -9,7 +9,12 @@ whole, sliced --compare--> agree --> a second step, where the first has left som
 import torch
 
 from lightning_dpx.lightning.expected_gradient import names_gradients
-from lightning_dpx.lightning.rehearsal.comparison.comparer import compare_step, drew_alike, unstable_between
+from lightning_dpx.lightning.rehearsal.comparison.comparer import (
+    compare_step,
+    drew_alike,
+    grown_from_roundings,
+    unstable_between,
+)
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
@@ -71,6 +76,8 @@ class SliceCheck:
         unstable: frozenset[str] = frozenset()
         if comparison.differences:
             unstable = self._unstable(sliced, comparison)
+        rounding = self._rounding(sliced, comparison)
+        unstable |= rounding
         if unstable:
             # The second judge knows what is unstable, and is told of the draws that the first one has seen.
             judge, again = self._sliced_run.observe(self._sizes, self._whole, self._loss_reduction, unstable)
@@ -78,9 +85,9 @@ class SliceCheck:
             comparison = self._compared(judge, again, unstable)
         second = SecondSteps(self._step, self._whole_run, self._sliced_run, self._sizes)
         # What changes from run to run cannot be compared in a second step either.
-        if unstable and not self._is_look:
+        if unstable - rounding and not self._is_look:
             second.refuse_use(judge, comparison, self._whole, unstable)
-        elif not unstable and self._needs_second_steps(judge, comparison):
+        elif not unstable - rounding and self._needs_second_steps(judge, comparison):
             second.compare(judge, comparison, self._whole)
         return Outcome(
             comparison=comparison,
@@ -163,6 +170,17 @@ class SliceCheck:
             unstable = frozenset(path for path in unstable if not path.startswith(trained))
         of_structure = frozenset(path for path in unstable if path.startswith("structure:"))
         return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
+
+    def _rounding(self, sliced: Observation, comparison: Comparison) -> frozenset[str]:
+        """What differs by hand as roundings grow: nothing but they decide what becomes of rows that are all alike.
+
+        Noise is the same for all rows in a rehearsal. What a norm makes of these is zero but for roundings, and which
+        side of a kink that is on decides a gradient; an optimizer that divides by its gradients moves what has none.
+        """
+        if not self._step.by_hand or not (comparison.differences or comparison.kept):
+            return frozenset()
+        nudged = self._whole_run.observe(comparison.rows, nudges_parameters=True)
+        return comparison.apart & grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance)
 
     def _needs_second_steps(self, judge: JudgingRules, comparison: Comparison) -> bool:
         """Whether the first step leaves something behind whose rule only another one can tell.

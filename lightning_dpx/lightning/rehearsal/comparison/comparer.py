@@ -1,6 +1,7 @@
 """Compares a step in slices with the same step as one device: loss, gradients, logs, outputs and what it changed."""
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +94,7 @@ class Comparer:
         out.apart.update(f"{kind}:{name}" for name in wrong)
         skipped = [name for name in wrong if f"{kind}:{name}" in self._unstable]
         if skipped:
-            out.skipped.append(f"{len(skipped)} {kind}s (they depend on random draws)")
+            out.skipped.append(f"{len(skipped)} {kind}s (they depend on random draws or roundings)")
         for name in skipped:
             del wrong[name]
         if wrong:
@@ -145,7 +146,7 @@ class Comparer:
         out.largest = max([out.largest, *(found.error for found in good)])
         if unseen:
             named = ", ".join(_name_of(found.path) for found in unseen[:NAMED])
-            out.skipped.append(f"{kind} {named} (random draws)")
+            out.skipped.append(f"{kind} {named} (random draws or roundings)")
         for found in good:
             # Rules that a user would not expect, and that may fit a few rows by chance.
             if found.rules[0].kind in ("quadratic mean", "geometric mean", "first", "last"):
@@ -210,28 +211,7 @@ def drew_alike(whole: Observation, sliced: Observation) -> bool:
 
 def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -> frozenset[str]:
     """What two runs of one device on the same rows do not agree on."""
-    found: set[str] = set()
-    both = one.loss is not None and two.loss is not None
-    if both and difference(one.loss, two.loss, tolerance) > tolerance.relative:  # type: ignore[arg-type]
-        found.add("loss")
-    for kind, mine, theirs in (
-        ("gradient", one.gradients, two.gradients),
-        ("new weight", one.weights, two.weights),
-    ):
-        for name, value in mine.items():
-            if name not in theirs or difference(value, theirs[name], tolerance) > tolerance.relative:
-                found.add(f"{kind}:{name}")
-    for name, logged in one.logged.items():
-        other = two.logged.get(name)
-        values = (logged.value, None if other is None else other.value)
-        found.update(path for path, error in compare_trees(*values, tolerance, name) if error > tolerance.relative)
-    found.update(
-        path for path, error in compare_trees(one.output, two.output, tolerance, "result") if error > tolerance.relative
-    )
-    for place, items in one.appended.items():
-        both_lists = (list(items), two.appended.get(place))
-        errors = compare_trees(*both_lists, tolerance, str(place))
-        found.update(path for path, error in errors if error > tolerance.relative)
+    found = {path for path, error in _errors_between(one, two, tolerance) if error > tolerance.relative}
     relations = Relations(tolerance)
     for path, value in one.state.items():
         if path not in two.state or not relations.same(value, two.state[path]):
@@ -239,6 +219,55 @@ def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -
             if not relations.of_a_slice(value, two.state.get(path)):
                 found.add(f"structure:{path}")
     return frozenset(found)
+
+
+def _errors_between(one: Observation, two: Observation, tolerance: Tolerance) -> Iterator[tuple[str, float]]:
+    """How far apart results of two runs are, by paths as in :class:`Comparer`; state that stays is not among them."""
+    if one.loss is not None and two.loss is not None:
+        yield "loss", difference(one.loss, two.loss, tolerance)
+    for kind, mine, theirs in (
+        ("gradient", one.gradients, two.gradients),
+        ("new weight", one.weights, two.weights),
+    ):
+        for name, value in mine.items():
+            error = difference(value, theirs[name], tolerance) if name in theirs else math.inf
+            yield f"{kind}:{name}", error
+    for name, logged in one.logged.items():
+        other = two.logged.get(name)
+        values = (logged.value, None if other is None else other.value)
+        yield from compare_trees(*values, tolerance, name)
+    yield from compare_trees(one.output, two.output, tolerance, "result")
+    for place, items in one.appended.items():
+        yield from compare_trees(list(items), two.appended.get(place), tolerance, str(place))
+
+
+def grown_from_roundings(
+    whole: Observation, sliced: Observation, nudged: Observation, tolerance: Tolerance
+) -> frozenset[str]:
+    """What slices did otherwise, and no more so than one device whose weights were one rounding apart.
+
+    Args:
+        whole: The step as one device.
+        sliced: The step in slices.
+        nudged: The step as one device, from weights that are one rounding larger.
+        tolerance: How many roundings slices may be apart from the beginning.
+    """
+    grown = dict(_errors_of_all(whole, nudged, tolerance))
+    found: set[str] = set()
+    for path, error in _errors_of_all(whole, sliced, tolerance):
+        explained = grown.get(path, 0.0) * tolerance.num_roundings
+        if tolerance.relative < error <= explained and math.isfinite(explained):
+            found.add(path)
+    return frozenset(found)
+
+
+def _errors_of_all(one: Observation, two: Observation, tolerance: Tolerance) -> Iterator[tuple[str, float]]:
+    """As :func:`_errors_between`, with tensors among the state."""
+    yield from _errors_between(one, two, tolerance)
+    for path, value in one.state.items():
+        other = two.state.get(path)
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            yield f"state:{path}", difference(value, other, tolerance)
 
 
 def kept_of(unstable: frozenset[str]) -> list[str]:

@@ -1,0 +1,84 @@
+"""What a check takes for a difference, and what for roundings that a step by hand makes large."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_dpx as dpx
+from tests.conftest import make_loader, make_trainer
+
+
+class NormedGAN(LightningModule):
+    """Batch norms on both sides, and noise, which is the same for all rows of a check: they have no variance there."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+        self.optimizer = optimizer
+
+    def noise(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.randn(len(rows), 4, dtype=rows.dtype, device=rows.device)
+
+    def loss(self, rows: torch.Tensor, is_real: bool) -> torch.Tensor:
+        scores = self.critic(rows)
+        return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, float(is_real)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        rows = batch[0]
+        noise = self.noise(rows)
+        for optimizer, loss in (
+            (of_critic, lambda: self.loss(rows, True) + self.loss(self.generator(noise).detach(), False)),
+            (of_generator, lambda: self.loss(self.generator(noise), True)),
+        ):
+            self.toggle_optimizer(optimizer)
+            value = loss()
+            optimizer.zero_grad()
+            self.manual_backward(value)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.log("critic" if optimizer is of_critic else "generator", value)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.generator.parameters(), lr=0.01), self.optimizer(self.critic.parameters(), lr=0.01)
+
+
+class NormedGANOfRows(NormedGAN):
+    """The generator draws nothing, and Adam moves biases before a norm by roundings of a gradient that is zero."""
+
+    def noise(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, :4].flip(1)
+
+
+class NormedGANOfSums(NormedGAN):
+    """Its loss weighs by rows, and no slice has those of the batch."""
+
+    def loss(self, rows: torch.Tensor, is_real: bool) -> torch.Tensor:
+        return super().loss(rows, is_real) * len(rows)
+
+
+def fit(kind: type[NormedGAN], optimizer: type[torch.optim.Optimizer], num_replicas: int, precision: Any) -> None:
+    torch.manual_seed(0)
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    options = {"sync_batchnorm": True, "precision": precision, "devices": num_replicas}
+    make_trainer(strategy=strategy, max_epochs=1, **options).fit(kind(optimizer), make_loader(32, 16))
+
+
+@pytest.mark.parametrize("kind", [NormedGAN, NormedGANOfRows])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(("num_replicas", "precision"), [(2, "32-true"), (3, "32-true"), (2, "64-true")])
+def test_what_roundings_decide_on_one_device_is_no_difference(kind, optimizer, num_replicas, precision) -> None:
+    """Most of these were told to differ: gradients on the other side of a kink, and biases that noise had moved."""
+    fit(kind, optimizer, num_replicas, precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_difference_beside_roundings_is_found(precision: Any) -> None:
+    with pytest.raises(dpx.ParityError, match="gradients differ"):
+        fit(NormedGANOfSums, torch.optim.SGD, 2, precision)
