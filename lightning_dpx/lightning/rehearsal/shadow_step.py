@@ -91,14 +91,19 @@ class ShadowStep:
         seen = self.guest.draws.dtypes.intersection(_ROUNDING)
         self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
-    def make_shadow(self) -> Any:
+    def make_shadow(self, *, own_parameters: bool = False) -> Any:
         """A stand-in for the user's module.
+
+        Args:
+            own_parameters: Whether something else than a step by hand will write them.
 
         Raises:
             NotRehearsed: none can be made.
         """
         try:
-            shadow, self.norms = make_shadow(self.replicas, self._requested, own_parameters=self.by_hand)
+            shadow, self.norms = make_shadow(
+                self.replicas, self._requested, own_parameters=own_parameters or self.by_hand
+            )
         except ReplicationError as error:
             # The advice in the error is about replicas; without a rehearsal the
             # step trains all the same.

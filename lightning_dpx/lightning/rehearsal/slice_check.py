@@ -172,12 +172,13 @@ class SliceCheck:
         return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
 
     def _rounding(self, sliced: Observation, comparison: Comparison) -> frozenset[str]:
-        """What differs by hand as roundings grow: nothing but they decide what becomes of rows that are all alike.
+        """What differs as roundings grow: in a loss of two numbers that cancel out nothing else may be left.
 
         Noise is the same for all rows in a rehearsal. What a norm makes of these is zero but for roundings, and which
         side of a kink that is on decides a gradient; an optimizer that divides by its gradients moves what has none.
         """
-        if not self._step.by_hand or not (comparison.differences or comparison.kept):
+        moved = self._step.by_hand and bool(comparison.kept)  # by new weights, which only a step by hand has
+        if not comparison.differences and not moved:
             return frozenset()
         nudged = self._whole_run.observe(comparison.rows, nudges_parameters=True)
         return comparison.apart & grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance)

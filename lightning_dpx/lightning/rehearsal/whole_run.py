@@ -94,8 +94,7 @@ class WholeRun:
             num_steps: One after the other.
             other_first: Whether the first of them draws other random numbers than those after it.
             after_a_step: Whether gradients of an earlier step are there.
-            nudges_parameters: Whether it begins at the next larger numbers; for steps by hand, whose parameters are
-                the shadow's own.
+            nudges_parameters: Whether it begins at the next larger numbers.
             same_weights: Whether each step begins with the weights of the first one, and with its optimizers' states;
                 for steps by hand, which step inside.
             watched: Entered for the user's step alone.
@@ -105,7 +104,7 @@ class WholeRun:
             ParametersAppear: the step makes some.
         """
         step = self._step
-        shadow = step.make_shadow()
+        shadow = step.make_shadow(own_parameters=nudges_parameters)
         if nudges_parameters:
             _nudge(shadow)
         # Replicas of one: the step runs by the code that runs slices, so that only the cut differs.
@@ -197,8 +196,11 @@ class WholeRun:
 
 @torch.no_grad()
 def _nudge(module: torch.nn.Module) -> None:
-    """Changes the last bit of every parameter."""
+    """Changes the last bit of every other number of each parameter."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
+            # Not of all of them: a norm takes a common factor out again, and all that follows is as before.
+            numbers = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
+            every_other = numbers.remainder(2).to(parameter.dtype)
             # By arithmetic, as there is no nextafter for half precision.
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * every_other)

@@ -22,12 +22,10 @@ class Tolerance:
         relative: Relative to the largest magnitude of what is compared.
         of_neighbors: Relative to the largest magnitude among its neighbors: what cancels out in a value carries some
             roundings of numbers of their size, however few were added.
-        num_roundings: As how many roundings of one number ``relative`` is.
     """
 
     relative: float
     of_neighbors: float = 0.0
-    num_roundings: float = 1.0
 
     @classmethod
     def of(cls, dtype: torch.dtype, additions: int) -> "Tolerance":
@@ -39,7 +37,7 @@ class Tolerance:
         eps = torch.finfo(dtype).eps
         explained = _ROUNDINGS_PER_SUM * eps * math.sqrt(max(additions, 1))
         relative = min(explained, _FACTOR_OF_LARGEST * eps**_LARGEST_SHARE_OF_DIGITS)
-        return cls(relative, min(_ROUNDINGS_PER_SUM * eps, relative), relative / eps)
+        return cls(relative, min(_ROUNDINGS_PER_SUM * eps, relative))
 
 
 def difference(

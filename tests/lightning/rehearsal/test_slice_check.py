@@ -1,5 +1,6 @@
-"""What a check takes for a difference, and what for roundings that a step by hand makes large."""
+"""What a check takes for a difference, and what for roundings that a step makes large."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -76,6 +77,51 @@ def fit(kind: type[NormedGAN], optimizer: type[torch.optim.Optimizer], num_repli
 def test_what_roundings_decide_on_one_device_is_no_difference(kind, optimizer, num_replicas, precision) -> None:
     """Most of these were told to differ: gradients on the other side of a kink, and biases that noise had moved."""
     fit(kind, optimizer, num_replicas, precision)
+
+
+class FollowsItself(LightningModule):
+    """As BYOL begins: a student and its teacher are still alike, so all of the loss cancels out but its last digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def alike(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.cosine_similarity(self.student(rows), self.teacher(rows * 1.1), dim=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (2 - 2 * self.alike(batch[0])).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+class FollowsItselfInPairs(FollowsItself):
+    """A row counts for the one before it, which may be in another slice."""
+
+    def alike(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().alike(rows + 1e-3 * rows.roll(1, 0))
+
+
+def follow(kind: type[FollowsItself], num_replicas: int, precision: Any) -> None:
+    torch.manual_seed(0)
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    trainer = make_trainer(strategy=strategy, max_epochs=1, precision=precision, devices=num_replicas)
+    trainer.fit(kind(), make_loader(32, 16))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_loss_that_cancels_out_is_no_difference(num_replicas: int, precision: Any) -> None:
+    follow(FollowsItself, num_replicas, precision)
+
+
+def test_a_difference_in_a_loss_that_cancels_out_is_found() -> None:
+    with pytest.raises(dpx.ParityError, match="the loss is"):
+        follow(FollowsItselfInPairs, 2, "64-true")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 
 
+# A step in slices rounds at other places, so it is some more roundings from one device than a nudge of its weights.
+_ROUNDINGS_OF_SLICES = 16
+
+
 class Comparer:
     """Compares what slices did with what one device did.
 
@@ -62,7 +66,7 @@ class Comparer:
         if whole.loss is None or sliced.loss is None:
             out.apart.add("loss")
             if "loss" in self._unstable:
-                out.skipped.append("loss (it depends on random draws)")
+                out.skipped.append("loss (it depends on random draws or roundings)")
                 return
             out.differences.append(("loss", "the loss is None on one device or in slices, but not on both"))
             return
@@ -75,7 +79,7 @@ class Comparer:
             return
         out.apart.add("loss")
         if "loss" in self._unstable:
-            out.skipped.append("loss (it depends on random draws)")
+            out.skipped.append("loss (it depends on random draws or roundings)")
             return
         # Both ways are shown: which of them is nearer tells what kind of loss it is.
         numbers = [f"{value:.6g} as the {name}" for name, value in judge.loss.values.items()]
@@ -250,12 +254,12 @@ def grown_from_roundings(
         whole: The step as one device.
         sliced: The step in slices.
         nudged: The step as one device, from weights that are one rounding larger.
-        tolerance: How many roundings slices may be apart from the beginning.
+        tolerance: How far the results may be apart anyway.
     """
     grown = dict(_errors_of_all(whole, nudged, tolerance))
     found: set[str] = set()
     for path, error in _errors_of_all(whole, sliced, tolerance):
-        explained = grown.get(path, 0.0) * tolerance.num_roundings
+        explained = grown.get(path, 0.0) * _ROUNDINGS_OF_SLICES
         if tolerance.relative < error <= explained and math.isfinite(explained):
             found.add(path)
     return frozenset(found)
