@@ -43,6 +43,9 @@ class FewRows:
         Fewer slices than there are where all of them together would have too many rows.
         """
         sizes = unequal_sizes(self._num_rows, self._num_slices, factor)
+        if self.skipped:
+            # Of other rows, and where there are no other ones of the same, the first slice has fewer.
+            sizes = sizes[::-1]
         most = self._most_rows
         if not most or sum(sizes) <= most:
             return sizes

@@ -145,6 +145,37 @@ def test_after_every_batch_they_are_those_of_one_device(
     torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(kind).figures))
 
 
+class Extremes(Model):
+    """Of all rows until now."""
+
+    def begin(self) -> None:
+        self.largest = 0.0
+        self.least = 0.0
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.largest = max(self.largest, float(rows.max()))
+        self.least = min(self.least, float(rows.min()))
+
+    def kept(self) -> list[Any]:
+        return [self.largest, self.least]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+@pytest.mark.parametrize("place", [0, 2])
+def test_extremes_are_those_of_all_slices_though_one_had_them_by_chance(own: Any, num_devices: int, place: int) -> None:
+    """In the first batch, which has no other rows to look at, the first slice has both; they remained that slice's."""
+    rows = torch.linspace(0.1, 0.9, 24)[:, None] * torch.tensor([1.0, -1.0] * 4)
+    rows[place] = torch.tensor([2.0, -2.0] * 4)
+    rows[15] = torch.tensor([3.0, -3.0] * 4)
+    loader = DataLoader(TensorDataset(rows, torch.zeros(24, dtype=torch.long)), 8)
+    models = []
+    for options in ({}, {"strategy": dpx.DPXStrategy(**own), "devices": num_devices}):
+        torch.manual_seed(0)
+        models.append(Extremes())
+        make_trainer(max_epochs=1, **options).fit(models[-1], loader)
+    assert models[0].figures == models[1].figures
+
+
 class CountsBesideRoot(Sums):
     """The loss is none of slices, and announced; what is counted beside it comes together all the same."""
 
