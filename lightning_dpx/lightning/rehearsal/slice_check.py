@@ -181,7 +181,7 @@ class SliceCheck:
         if not comparison.differences and not moved:
             return frozenset()
         nudged = self._whole_run.observe(comparison.rows, nudges_parameters=True)
-        found = comparison.apart & grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance)
+        found = grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance) & comparison.apart
         if not found:
             return found
         # What a rehearsal cannot put back goes on from run to run, and would be taken for what a nudge has done.
