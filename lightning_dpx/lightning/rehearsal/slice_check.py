@@ -6,6 +6,8 @@ whole, sliced --compare--> agree --> a second step, where the first has left som
                                      other from run to run? --> what is left is told
 """
 
+import traceback
+
 import torch
 
 from lightning_dpx.lightning.expected_gradient import names_gradients
@@ -180,7 +182,14 @@ class SliceCheck:
         moved = self._step.by_hand and bool(comparison.kept)  # by new weights, which only a step by hand has
         if not comparison.differences and not moved:
             return frozenset()
-        nudged = self._whole_run.observe(comparison.rows, nudges_parameters=True)
+        # Weights of its own take room, for which a budget has none.
+        if self._step.strategy.plans_memory and not self._step.by_hand:
+            return frozenset()
+        try:
+            nudged = self._whole_run.observe(comparison.rows, nudges_parameters=True)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            return frozenset()
         found = grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance) & comparison.apart
         if not found:
             return found
