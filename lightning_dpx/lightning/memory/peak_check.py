@@ -22,13 +22,17 @@ def is_worth_telling(taken: int, limit: int) -> bool:
 
 
 class PeakCheck:
-    """Measures one step after every new plan, and what all steps since have taken now and then.
+    """Measures one step after every new plan, and what all steps since have taken now and then, and before the next.
+
+    Args:
+        forecast: Bytes of activations on a device at their peak, and what its budget allows for everything.
 
     Attributes:
         passing: By device, bytes beside activations that come in a backward: gradients, and what passes with them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
         self.passing: dict[torch.device, int] = {}
         self._before: dict[torch.device, int] = {}
         self._measured: list[torch.device] = []
@@ -36,8 +40,9 @@ class PeakCheck:
         self._num_steps = 0
         self._num_updates = 0  # since then
 
-    def restart(self) -> None:
-        """There is a new plan, or none."""
+    def end_plan(self) -> None:
+        """There will be a new plan, or none: tells what steps have taken since the last look, and begins anew."""
+        self._look()
         self._before = {}
         self._measured = []
         self._num_steps = 0
@@ -45,30 +50,31 @@ class PeakCheck:
     def begin_step(self, devices: Iterable[torch.device]) -> None:
         """A step begins that follows plans on these devices."""
         self._num_steps += 1
-        if self._num_steps != _CHECKED_STEP:
+        if self._num_steps == 1:
+            # The host is left out: it has the resident memory of the process only, not what its tensors take.
+            self._measured = [device for device in devices if not is_host(device)]
+            self._told = set()
+            self._num_updates = 0
+        elif self._num_steps == _CHECKED_STEP:
+            self._look()
+            self._before = {device: allocated_and_peak(device)[0] for device in self._measured}
+        else:
             return
-        # The host is left out: it has the resident memory of the process only, not what its tensors take.
-        self._before = {device: allocated_and_peak(device)[0] for device in devices if not is_host(device)}
-        self._measured = list(self._before)
-        self._told = set()
-        self._num_updates = 0
-        for device in self._before:
+        for device in self._measured:
             reset_peak_memory(device)
 
-    def end_update(self, forecast: Forecast) -> None:
-        """An optimizer has stepped: tells where more was there at a time than a budget allows, whatever it was.
-
-        Args:
-            forecast: As in :meth:`end_backward`.
-        """
+    def end_update(self) -> None:
+        """An optimizer has stepped: tells where more was there at a time than a budget allows, whatever it was."""
         self._num_updates += 1
         # After 1, 2, 4, 8, ... of them, as an allocator takes its time to answer.
-        if self._num_updates & (self._num_updates - 1):
-            return
+        if self._num_updates & (self._num_updates - 1) == 0:
+            self._look()
+
+    def _look(self) -> None:
         for device in self._measured:
             if device in self._told:
                 continue
-            planned, limit = forecast(device)
+            planned, limit = self._forecast(device)
             peak = allocated_and_peak(device)[1]
             if limit and is_worth_telling(peak, limit):
                 self._told.add(device)
@@ -79,15 +85,11 @@ class PeakCheck:
                     "foreach=False), by steps that call more than the planned ones, by an evaluation or by callbacks."
                 )
 
-    def end_backward(self, forecast: Forecast) -> None:
-        """Compares what the step took with what was predicted of its activations.
-
-        Args:
-            forecast: Bytes of activations on a device at their peak, and what its budget allows for everything.
-        """
+    def end_backward(self) -> None:
+        """Compares what the step took with what was predicted of its activations."""
         for device, before in self._before.items():
             present, peak = allocated_and_peak(device)
-            expected, _ = forecast(device)
+            expected, _ = self._forecast(device)
             taken = peak - before
             # What is planned for apart may have been there at the peak, where another device was ahead of this one.
             unnoticed = max(present - before, _UNNOTICED + self.passing.get(device, 0))
@@ -95,6 +97,7 @@ class PeakCheck:
                 self._told.add(device)
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(expected)} was "
-                    "predicted: operators that need much memory inside, or other work on the device."
+                    "predicted: operators that need much memory inside, a step that calls more than the planned ones, or "
+                    "other work on the device."
                 )
         self._before = {}

@@ -96,7 +96,7 @@ class MemoryPlanning:
         self._trained = TrainedParameters()
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self._provisional = False  # made before the first batch, since when others may have taken memory
-        self._peaks = PeakCheck()
+        self._peaks = PeakCheck(self.forecast)
         self._other_steps = OtherSteps()
         self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
         self._has_told_of_calls = False
@@ -552,7 +552,6 @@ class MemoryPlanning:
             applied = apply_plan(replica.module, known_plan, watches=True)
             if replica.device in self._joint_calls:
                 self._joint_calls[replica.device].count_in(applied)
-        self._peaks.restart()
 
     def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> str:
         """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
@@ -585,7 +584,12 @@ class MemoryPlanning:
         """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
         return self.devices.forecast(device)
 
+    def end_plan(self) -> None:
+        """Another plan may be made, or none: tells what steps have taken beyond the budget, which is not told yet."""
+        self._peaks.end_plan()
+
     def _take_off(self, replicas: ReplicaSet) -> None:
+        self.end_plan()
         for replica in replicas.replicas:
             if applied_plan(replica.module) is not None:
                 remove_plan(replica.module)
@@ -600,7 +604,7 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         self._trained = TrainedParameters()
         self.without_loss = StepsWithoutLoss()
-        self._peaks.restart()
+        self.end_plan()
         self._provisional = False
         self._other_steps = OtherSteps()
         self._joint_calls.clear()
@@ -618,11 +622,11 @@ class MemoryPlanning:
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
-        self._peaks.end_backward(self.forecast)
+        self._peaks.end_backward()
 
     def end_update(self) -> None:
         """Compares what was there at a time with the budgets."""
-        self._peaks.end_update(self.forecast)
+        self._peaks.end_update()
 
 
 def _origin(profile: Profile, source: str, num_shapes: int) -> str:

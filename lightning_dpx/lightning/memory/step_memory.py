@@ -152,6 +152,7 @@ class StepMemory(NoStepMemory):
         is_open = (chooser.is_open or grows) and not self._planning.without_loss.skips_profile
         if not session.options.chooses_micro_batches or not is_open:
             return False
+        self._planning.end_plan()  # the profiles of a choice take more than any plan allows
         replicas = session.replicas
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:

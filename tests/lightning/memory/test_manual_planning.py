@@ -1,5 +1,6 @@
 """A memory budget with manual optimization: steps by hand are profiled as they are, and end at the same bits."""
 
+import warnings
 import weakref
 from typing import Any
 
@@ -288,3 +289,28 @@ def test_steps_that_differ_are_planned_for_once_they_are_seen(sim: Any, caplog: 
     (plan,) = watch.plans.values()
     assert any(name.startswith("generator") for name in plan.dropped)
     assert max(watch.peaks[4:]) <= 1.4 * MIB
+
+
+class InTheEnd(ByHand):
+    """The critic in three batches; the generator, which keeps more, in the last one of the run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for_generator, for_critic = self.optimizers()
+        if batch_idx == 3:
+            loss, optimizer = -self.critic(self.generator(self.generator(batch[0]))).mean(), for_generator
+        else:
+            loss, optimizer = self.critic(batch[0]).mean(), for_critic
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_what_the_last_step_takes_beyond_the_budget_is_told_at_the_end_of_the_run(sim: Any) -> None:
+    watch = Watch()
+    budget = int(1.2 * MIB)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(InTheEnd, strategy=dpx.DPXStrategy(memory_budget=budget), callbacks=[watch], accelerator="sim", batches=4)
+    assert max(watch.peaks[1:3]) <= budget < watch.peaks[3]
+    (text,) = [str(one.message) for one in told if "memory_budget allows" in str(one.message)]
+    assert f"{watch.peaks[3] / MIB:.1f} MiB were allocated on sim:0 at a time in the last steps" in text

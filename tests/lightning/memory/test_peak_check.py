@@ -13,16 +13,34 @@ MIB = 2**20
 
 def test_what_an_optimizer_takes_within_a_step_is_told_before_its_backward_and_not_again_after(sim: Any) -> None:
     device = torch.device("sim", 0)
-    checks = PeakCheck()
+    limit = sim.memory_allocated(0) + MIB
+    checks = PeakCheck(lambda _: (MIB // 2, limit))
     for _ in range(2):
         checks.begin_step([device])
     torch.empty(2 * MIB, dtype=torch.uint8, device=device)
-    limit = sim.memory_allocated(0) + MIB
     # By hand an optimizer steps within a step, before any backward of Lightning's.
     with pytest.warns(UserWarning, match="were allocated on sim:0"):
-        checks.end_update(lambda _: (MIB // 2, limit))
+        checks.end_update()
     with pytest.warns(UserWarning, match=r"activations on sim:0 took 2\.0 MiB where 0\.5 MiB was predicted"):
-        checks.end_backward(lambda _: (MIB // 2, limit))
+        checks.end_backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checks.end_update(lambda _: (MIB // 2, limit))
+        checks.end_update()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_what_steps_have_taken_since_the_last_look_is_told_before_a_plan_ends(sim: Any, num_steps: int) -> None:
+    device = torch.device("sim", 0)
+    limit = sim.memory_allocated(0) + MIB
+    checks = PeakCheck(lambda _: (MIB // 2, limit))
+    for number in range(num_steps):
+        checks.begin_step([device])
+        if number == num_steps - 1:
+            torch.empty(2 * MIB, dtype=torch.uint8, device=device)
+        elif number:
+            checks.end_update()
+    with pytest.warns(UserWarning, match=r"2\.0 MiB were allocated on sim:0 at a time in the last steps"):
+        checks.end_plan()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.end_plan()
