@@ -61,6 +61,7 @@ class TrainingFlow:
         if self._modes is not None and modes != self._modes:
             self._session.rehearsals.reopen(NAME)
         self._modes = modes
+        self._session.memory.begin_epoch()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What one device's training step would return for the whole batch.

@@ -13,10 +13,11 @@ from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, bytes_of_tensors, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets
+from lightning_dpx.lightning.memory.confirmation import Confirmation
 from lightning_dpx.lightning.memory.device_plans import Decided, DevicePlans
 from lightning_dpx.lightning.memory.joint_calls import JointCalls
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
-from lightning_dpx.lightning.memory.peak_check import PeakCheck
+from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
 from lightning_dpx.lightning.memory.seen_steps import (
@@ -95,7 +96,7 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         self._trained = TrainedParameters()
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
-        self._provisional = False  # made before the first batch, since when others may have taken memory
+        self._confirmation = Confirmation()
         self._peaks = PeakCheck(self.forecast)
         self._other_steps = OtherSteps()
         self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
@@ -272,13 +273,13 @@ class MemoryPlanning:
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
         if not self.knows(slices) or self._steps_differ(seen):
-            self._plan(replicas, slices, held, seen, source)
+            self._plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
             for batch_slice in slices:
                 self._shapes.add(batch_slice.batch)
                 home = batch_slice.replica.device
                 num_bytes = bytes_of_tensors(batch_slice.batch)
                 self._planned_bytes[home] = max(num_bytes, self._planned_bytes.get(home, 0))
-            self._provisional = bool(source)
+            self._confirmation.restart(before_batches=bool(source))
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
@@ -328,7 +329,7 @@ class MemoryPlanning:
             self._joint_calls[home].step = None
         self._take_off(replicas)
         try:
-            self._plan(replicas, slices, static(slices), seen, "")
+            self._plan(replicas, slices, static(slices), seen)
         except BudgetError as error:
             for home in seen:
                 self._joint_calls[home].stop()
@@ -356,25 +357,49 @@ class MemoryPlanning:
         self.devices.forget_decisions()
 
     def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
-        """At the first batch, if plans were made before it: whether the devices still have the room.
+        """Plans anew where devices no longer have the room that the plans count on.
+
+        Others may take memory between a plan that is made before any batch and the first of them; later, callbacks and
+        hooks make copies that stay.
 
         Raises:
-            PlanError: they have not, and no plan takes as little as there is.
+            PlanError: at the first batch, if no plan takes as little as there is.
         """
-        if not self._provisional:
+        if self.budgets.given is None or not self._confirmation.begin_step():
             return
-        self._provisional = False
+        if not self._lacks_room(replicas, slices, static(slices)):
+            return
+        gc.collect()  # what is there in circles only is no reason
         held = static(slices)
+        if self._lacks_room(replicas, slices, held):
+            self._plan_for_less(replicas, slices, held)
+
+    def _lacks_room(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory) -> bool:
         for device in by_device(slices):
             # The limit of a budget that is "auto" is read again here: it is what is free by now.
+            limit = self.budgets.limit(device, replicas.devices)
             needed = held.beside_activations(device) + self.devices.forecast(device)[0]
-            if device in self.plans and needed > self.budgets.limit(device, replicas.devices):
-                self._take_off(replicas)
-                try:
-                    self._plan(replicas, slices, held, {}, "")
-                finally:
-                    self._put_on(replicas)
-                return
+            is_beyond = needed > limit if self._confirmation.is_first else is_worth_telling(needed, limit)
+            if device in self.plans and is_beyond:
+                return True
+        return False
+
+    def _plan_for_less(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory) -> None:
+        self._take_off(replicas)
+        try:
+            self._plan(replicas, slices, held, {}, "; made anew, as less room is left than was planned for")
+        except BudgetError as error:
+            if self._confirmation.is_first:
+                raise
+            # A run that has trained is not ended by what one device has room for.
+            self._confirmation.stop()
+            notes = " ".join(getattr(error, "__notes__", []))
+            rank_zero_warn(
+                "dpx: more is kept between steps than when memory was planned, as by callbacks and hooks that make "
+                f"copies, so steps exceed memory_budget: {error} {notes}"
+            )
+        finally:
+            self._put_on(replicas)
 
     def _plan(
         self,
@@ -382,7 +407,7 @@ class MemoryPlanning:
         slices: Sequence[BatchSlice],
         static: StaticMemory,
         seen: Mapping[torch.device, SeenStep],
-        source: str,
+        reason: str = "",
     ) -> None:
         gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
         decided = dict[torch.device, Decided]()
@@ -407,7 +432,7 @@ class MemoryPlanning:
         self._look_for_joint_calls(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
-                remark = _origin(one.worst_step(index).profiles[index], source, len(one.seen))
+                remark = reason + _origin(one.worst_step(index).profiles[index], len(one.seen))
                 limit, sharing = self.devices.limits[device]
                 rank_zero_info(_announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
 
@@ -605,7 +630,7 @@ class MemoryPlanning:
         self._trained = TrainedParameters()
         self.without_loss = StepsWithoutLoss()
         self.end_plan()
-        self._provisional = False
+        self._confirmation = Confirmation()
         self._other_steps = OtherSteps()
         self._joint_calls.clear()
         self._has_told_of_calls = False
@@ -615,6 +640,10 @@ class MemoryPlanning:
         self.devices.forget()
         # One that an out-of-memory error has led to was for that run.
         self.budgets = self._budgets_given
+
+    def begin_epoch(self) -> None:
+        """Callbacks may have taken memory: the room that plans count on is looked at before the next step."""
+        self._confirmation.ask()
 
     def begin_step(self) -> None:
         """A planned step begins."""
@@ -629,10 +658,11 @@ class MemoryPlanning:
         self._peaks.end_update()
 
 
-def _origin(profile: Profile, source: str, num_shapes: int) -> str:
+def _origin(profile: Profile, num_steps: int) -> str:
     guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
-    shapes = f"; the worst of {num_shapes} shapes of batches" if num_shapes > 1 else ""
-    return (f"; made from {source}, before any batch" if source else "") + shapes + guess
+    # Of batches of other shapes, or of one shape where steps differ.
+    worst = f"; the worst of {num_steps} steps that are planned for" if num_steps > 1 else ""
+    return worst + guess
 
 
 def _announcement(device: torch.device, plan: MemoryPlan, static: int, limit: int, sharing: int, remark: str) -> str:

@@ -83,6 +83,9 @@ class NoStepMemory:
         """Their rehearsal found a difference; says whether slices stay in one piece then."""
         return False
 
+    def begin_epoch(self) -> None:
+        """Callbacks have begun an epoch."""
+
     def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a training step allocates anything."""
 
@@ -216,6 +219,10 @@ class StepMemory(NoStepMemory):
         if self._plans and fetches_by_itself(args[0]):
             return RewindableBatches(args[0]), *args[1:]
         return args
+
+    def begin_epoch(self) -> None:
+        """Callbacks may have made copies, for which there is no room in a plan."""
+        self._planning.begin_epoch()
 
     def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decides, of the first batch and of larger ones, what is shifted and recomputed.

@@ -85,7 +85,7 @@ def test_alternating_shapes_are_planned_once_each_and_all_fit(budget: float, sim
         ours = trained(model, [A, B, (8, 256), A, B, (256, 8), A], strategy=strategy, **on_sim)
     told = plans_told(caplog)
     assert len(told) == 2
-    assert "the worst of 2 shapes" in told[1]
+    assert "the worst of 2 steps that are planned for" in told[1]
     assert max(peaks[2:]) <= budget * MIB, "the first two steps were profiled, with everything kept"
     assert_equal(ours, trained(twins(), [A, B, (8, 256), A, B, (256, 8), A], strategy="dpx", **on_sim), bitwise=True)
 

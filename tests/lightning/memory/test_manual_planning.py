@@ -284,6 +284,7 @@ def test_steps_that_differ_are_planned_for_once_they_are_seen(sim: Any, caplog: 
     assert "a step kept" in caplog.text
     assert "of generator" in caplog.text
     assert caplog.text.count("profiles a step on") == 3
+    assert "the worst of 2 steps that are planned for" in caplog.text  # of one shape
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
     (plan,) = watch.plans.values()
