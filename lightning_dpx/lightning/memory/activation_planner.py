@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.activations import arguments_of_step
-from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import (
     Callback,
     DeepSpeedStrategy,
@@ -194,7 +194,7 @@ class ActivationPlanner(Callback):
         if (applied := applied_plan(module)) is not None:
             self._other_steps.look_back(applied)
         # What was unfrozen since then is in no profile.
-        if self._trained.note(list(module.parameters())):
+        if self._trained.note(list(module.parameters()), module):
             self._shapes = KnownShapes()
         if self._other_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
             self._cache.leave()
@@ -223,9 +223,13 @@ class ActivationPlanner(Callback):
                     self.profile = self.profile or profile
                 else:
                     plan = self._planned(module, profile, now)
+                self._trained.are_planned_for()
                 self._other_steps.plan_for([seen])
                 self._shapes.add(batch)
                 rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
+        except BudgetError as error:
+            self._trained.explain(error)
+            raise
         finally:
             if self.plan is not None:
                 apply_plan(module, self.plan, watches=True)

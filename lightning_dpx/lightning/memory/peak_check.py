@@ -97,7 +97,7 @@ class PeakCheck:
                 self._told.add(device)
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(expected)} was "
-                    "predicted: operators that need much memory inside, a step that calls more than the planned ones, or "
-                    "other work on the device."
+                    "predicted: operators that need much memory inside, a step that calls more than the planned ones, "
+                    "or other work on the device."
                 )
         self._before = {}

@@ -188,7 +188,9 @@ class MemoryPlanning:
 
     def trains_more(self, replicas: ReplicaSet) -> bool:
         """Whether parameters get gradients that did not: then no batch is known, as its step was another one."""
-        if self.budgets.given is None or not self._trained.note(replicas.root.parameters):
+        if self.budgets.given is None:
+            return False
+        if not self._trained.note(replicas.root.parameters, replicas.root.module):
             return False
         self._shapes = KnownShapes()
         return True
@@ -423,6 +425,7 @@ class MemoryPlanning:
                 decided[home] = self._plans_of_device(replicas, here[0], steps, static)
         # Only once every device has a plan: if one of them is refused, the plans of before stay in force.
         self.devices.decide(decided)
+        self._trained.are_planned_for()
         for one in decided.values():
             for device in one.devices:
                 self._peaks.passing[device] = static.coming_gradients(device) + static.passing(device)
@@ -514,6 +517,7 @@ class MemoryPlanning:
             f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; it must allow at "
             f"least {least}."
         )
+        self._trained.explain(error)
 
     def explain(
         self,
@@ -560,11 +564,13 @@ class MemoryPlanning:
             if moving:
                 beside = f", with {format_bytes(moving)} that the reduction of gradients needs beside them"
                 way_out = "use more gradient_buckets, reducer='colocate' or shifts"
-            raise BudgetError(
+            error = BudgetError(
                 f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and what is there beside "
                 f"activations (parameters, gradients, optimizer state, the batch) takes {format_bytes(most)}{beside}. "
                 f"Allow more, or {way_out}."
             )
+            self._trained.explain(error)
+            raise error
         return limit - held
 
     def _put_on(self, replicas: ReplicaSet) -> None:

@@ -4,20 +4,24 @@ from collections.abc import Sequence
 
 from torch import nn
 
+_MOST_NAMES = 3
+
 
 class TrainedParameters:
     """The parameters that have got gradients so far, by their places in a list."""
 
     def __init__(self) -> None:
         self._known: list[bool] = []
+        self._unplanned: list[str] = []  # names of those that got them since memory was planned
 
-    def note(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def note(self, parameters: Sequence[nn.Parameter], module: nn.Module) -> bool:
         """Notes those that get gradients from now on; says whether they are others than before.
 
         Some that no longer do take nothing more, and are back in the steps of a run that trains parts in turns.
 
         Args:
-            parameters: All of a module, in the order of every call.
+            parameters: All of the module, in the order of every call.
+            module: Whose they are.
         """
         now = [parameter.requires_grad for parameter in parameters]
         if now == self._known:
@@ -28,4 +32,22 @@ class TrainedParameters:
             self._known = now
             return bool(known)
         self._known = list(map(bool.__or__, known, now))
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for parameter, is_trained, was_trained in zip(parameters, now, known, strict=True):
+            if is_trained and not was_trained:
+                self._unplanned.append(names.get(parameter, "one without a name"))
         return self._known != known
+
+    def are_planned_for(self) -> None:
+        """Memory is planned for all of them."""
+        self._unplanned.clear()
+
+    def explain(self, error: BaseException) -> None:
+        """Names in the refusal of a budget what has come to be trained since there was a plan."""
+        if self._unplanned:
+            more = len(self._unplanned) - _MOST_NAMES
+            others = f" and {more} more" if more > 0 else ""
+            error.add_note(
+                f"The plans of before were for a step that trained less: {', '.join(self._unplanned[:_MOST_NAMES])}"
+                f"{others} were unfrozen since, and get gradients and states of optimizers."
+            )

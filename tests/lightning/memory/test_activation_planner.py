@@ -131,3 +131,11 @@ def test_what_is_unfrozen_during_a_run_is_planned_for_before_its_first_step() ->
     trainer.fit(Unfreezes(), data)
     frozen, unfrozen = seen.peaks
     assert unfrozen > 2 * frozen
+
+
+def test_a_refusal_names_what_was_unfrozen_since_the_last_plan() -> None:
+    data = DataLoader(TensorDataset(torch.randn(64, 32)), 64)
+    trainer = make_trainer(strategy="auto", max_epochs=2, callbacks=[dpx.ActivationPlanner(budget="140KiB")])
+    with pytest.raises(dpx.BudgetError) as error:
+        trainer.fit(Unfreezes(), data)
+    assert "a step that trained less: " in "".join(error.value.__notes__)

@@ -332,7 +332,10 @@ def test_what_is_unfrozen_during_a_run_is_planned_for(sim: Any) -> None:
 def test_a_budget_without_room_for_what_is_unfrozen_is_refused(sim: Any) -> None:
     with pytest.raises(dpx.BudgetError) as error:
         finetuned(memory_budget="2MiB")
-    assert "it must allow at least" in "\n".join([str(error.value), *error.value.__notes__])
+    text = "\n".join([str(error.value), *error.value.__notes__])
+    assert "it must allow at least" in text
+    assert "a step that trained less: net.0" in text
+    assert "more were unfrozen since" in text
 
 
 def test_states_of_parameters_that_have_been_frozen_are_still_to_come(sim: Any) -> None:
