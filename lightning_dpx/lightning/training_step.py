@@ -126,6 +126,7 @@ class TrainingFlow:
             if session.gradient_hooks.before_backward_of_step:
                 session.step.show_buffers()
         put_iterators_back(session.module)
+        session.memory.end_step()
         has_backward = session.module.automatic_optimization and not skips_backward(session.trainer)
         # Hooks in between may look at a batch that one at its start has kept.
         waits = has_backward and outputs is not None and not session.gradient_hooks.before_backward_of_step

@@ -249,8 +249,8 @@ class MemoryPlanning:
             self.without_loss.note_loss()
         # Lightning lets a training step return None to skip a batch, so this is no error. What is not
         # known yet stays open; this step has no backward to plan for.
-        except NoLossError:
-            self.without_loss.note_none()
+        except NoLossError as error:
+            self.without_loss.note_none(error)
         finally:
             self._put_on(replicas)
 

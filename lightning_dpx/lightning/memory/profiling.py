@@ -37,13 +37,20 @@ from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 Step = Callable[[Any, Any, int], Any]
 _FEWEST_ROWS = 4  # of a step that is extrapolated from two smaller ones
 _PURPOSE = "from which memory is planned; nothing of it stays"
-NO_LOSS_YET = (
-    "dpx: the training step returned no loss on this batch, so its memory is planned at the first one that does."
-)
 
 
 class NoLossError(PlanError):
     """A profiled training step returned no loss, which a training step may do: the next one may return one."""
+
+    lacks = "returned no loss"
+    advice = "A step that runs a backward of its own is planned with self.automatic_optimization = False."
+
+
+class NoBackwardError(NoLossError):
+    """A profiled step by hand ran no backward: the next one may, or a hook after the step."""
+
+    lacks = "ran no backward"
+    advice = "What a hook runs a backward of, such as on_train_batch_end, is in no plan: run it in training_step."
 
 
 def loss_to_plan_from(output: Any) -> torch.Tensor:
@@ -107,6 +114,7 @@ def profile_slice(
         parts: Of so many such slices a replica's rows will consist.
 
     Raises:
+        NoLossError: there is nothing to plan from yet.
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
 
@@ -122,8 +130,8 @@ def _profile_slice(
         shadow = _shadow_of(replicas, batch_slice)
         end = _EndOfSlice(replicas, shadow, parts)
         # The real step must draw what it would have drawn without a profile.
-        with preserve_rng_state(replicas.devices, [replicas.root.module]):
-            return profile_step(
+        with preserve_rng_state(replicas.devices, [replicas.root.module]), _Backwards(shadow) as backwards:
+            profile = profile_step(
                 shadow,
                 lambda: end.loss(run(shadow, batch, rows)),
                 device,
@@ -131,6 +139,9 @@ def _profile_slice(
                 meter=CostModel(device, watches_room=batch_slice.num_rows >= _FEWEST_ROWS),
                 accumulates=accumulates,
             )
+        if profile.peak and not profile.requests and not backwards.have_run and not shadow.automatic_optimization:
+            raise NoBackwardError("The first training step ran no backward, so there is nothing to plan from.")
+        return profile
 
     try:
         return on_rows(batch_slice.batch, batch_slice.num_rows)
@@ -172,6 +183,31 @@ def _profile_slice(
         "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with "
         "device) and give plan."
     )
+
+
+class _Backwards:
+    """Whether any backward gives gradients to parameters of a module.
+
+    What autograd asks for in a profile does not tell: of small tensors no profile knows.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._handles: list[Any] = []
+        self.have_run = False
+
+    def __enter__(self) -> "_Backwards":
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, _parameter: torch.Tensor) -> None:
+        self.have_run = True
 
 
 def profile_absent_slice(

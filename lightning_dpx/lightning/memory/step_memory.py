@@ -89,6 +89,9 @@ class NoStepMemory:
     def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a training step allocates anything."""
 
+    def end_step(self) -> None:
+        """A training step has returned."""
+
     def guarded(self, forward: Forward) -> Forward:
         """``forward``, run again where it runs out of memory."""
         return forward
@@ -134,6 +137,7 @@ class StepMemory(NoStepMemory):
         self._plans = planning.wanted or self.repeats_steps
         self._shifts_open = session.options.chooses_shifts  # the first batch decides
         self._step: StepInput | None = None  # that can be taken again
+        self._runs_step = False
         self._has_told_of_update = False
         self._micro_batches = MicroBatchChooser(session)
         self._evaluation = EvaluationCuts(session, planning)
@@ -241,6 +245,11 @@ class StepMemory(NoStepMemory):
         self._planning.plan_joint_calls(self._session.replicas, slices, self._static_memory)
         self._planning.confirm(self._session.replicas, slices, self._static_memory)
         self._planning.begin_step()
+        self._runs_step = True
+
+    def end_step(self) -> None:
+        """Hooks follow, whose backwards are of no step that can be planned."""
+        self._runs_step = False
 
     # ---- steps that are taken again ----
 
@@ -268,7 +277,8 @@ class StepMemory(NoStepMemory):
         step = self._session.step
         known = self._step
         self._planning.end_forward(session.replicas)
-        self._planning.without_loss.note_loss()
+        if self._runs_step or session.module.automatic_optimization:
+            self._planning.without_loss.note_loss()
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
         can_repeat = self.repeats_steps and not step.holds_gradients and session.module.automatic_optimization
         if known is None or not can_repeat:

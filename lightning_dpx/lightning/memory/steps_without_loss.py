@@ -5,7 +5,7 @@ optimization, never has: to profile all of them would make every step many times
 """
 
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
-from lightning_dpx.lightning.memory.profiling import NO_LOSS_YET
+from lightning_dpx.lightning.memory.profiling import NoLossError
 
 _MOST_PROFILES = 8  # in a row, of every step; later ones are of steps 16, 32, 64, ...
 
@@ -26,16 +26,18 @@ class StepsWithoutLoss:
         """Whether so many had none that this step is not profiled."""
         return self._profiled >= _MOST_PROFILES and self._steps & (self._steps - 1) > 0
 
-    def note_none(self) -> None:
-        """A profiled step returned no loss."""
+    def note_none(self, error: NoLossError) -> None:
+        """A profiled step returned no loss, or ran no backward."""
         self._profiled += 1
         if self._profiled == 1:
-            rank_zero_info(NO_LOSS_YET)
+            rank_zero_info(
+                f"dpx: the training step {error.lacks} on this batch, so its memory is planned at the first one that "
+                f"does. {error.advice}"
+            )
         elif self._profiled == _MOST_PROFILES:
             rank_zero_warn(
-                f"dpx: {_MOST_PROFILES} training steps in a row returned no loss, so their memory is not planned, and "
-                "may exceed the budget; from here on ever fewer of them are looked at. A step that runs a backward of "
-                "its own is planned with self.automatic_optimization = False."
+                f"dpx: {_MOST_PROFILES} training steps in a row {error.lacks}, so their memory is not planned, and "
+                f"may exceed the budget; from here on ever fewer of them are looked at. {error.advice}"
             )
 
     def note_loss(self) -> None:

@@ -315,3 +315,67 @@ def test_what_the_last_step_takes_beyond_the_budget_is_told_at_the_end_of_the_ru
     assert max(watch.peaks[1:3]) <= budget < watch.peaks[3]
     (text,) = [str(one.message) for one in told if "memory_budget allows" in str(one.message)]
     assert f"{watch.peaks[3] / MIB:.1f} MiB were allocated on sim:0 at a time in the last steps" in text
+
+
+class InAHook(ByHand):
+    """The backward comes after the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss = self.critic(batch[0]).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[1]
+        optimizer.zero_grad()
+        self.manual_backward(self.loss)
+        del self.loss
+        optimizer.step()
+
+
+def test_a_backward_in_a_hook_is_in_no_plan_which_is_told(caplog: Any) -> None:
+    plain = fit(InAHook, batches=12)
+    warned = "8 training steps in a row ran no backward.* What a hook runs a backward of, such as on_train_batch_end"
+    with pytest.warns(UserWarning, match=warned):
+        ours = fit(InAHook, strategy=dpx.DPXStrategy(memory_budget=MIB), batches=12)
+    assert caplog.text.count("ran no backward on this batch") == 1
+    assert caplog.text.count("profiles a step on") == 8
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+class WarmsUp(ByHand):
+    """Trains from its third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx > 1:
+            super().training_step(batch, batch_idx)
+        else:
+            self.log("value", self.critic(batch[0]).mean())
+
+
+def test_a_step_by_hand_is_planned_once_it_runs_a_backward() -> None:
+    plain = fit(WarmsUp, batches=4)
+    watch = Watch()
+    ours = fit(WarmsUp, strategy=dpx.DPXStrategy(memory_budget=int(1.5 * MIB)), batches=4, callbacks=[watch])
+    assert any(not plan.keeps_all for plan in watch.plans.values())
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+class Small(ByHand):
+    """So little is kept for its backward that no profile looks at any of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(64, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[1]
+        optimizer.zero_grad()
+        self.manual_backward(self.critic(batch[0][:2]).mean())
+        optimizer.step()
+
+
+def test_a_small_step_by_hand_is_planned_at_once(caplog: Any) -> None:
+    fit(Small, strategy=dpx.DPXStrategy(memory_budget=8 * MIB))
+    assert "ran no backward" not in caplog.text
+    assert "everything fits" in caplog.text
