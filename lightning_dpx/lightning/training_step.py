@@ -13,7 +13,7 @@
 A batch that one replica gets whole, with no other process to wait for, takes the way of one device: see OneDevice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ class TrainingFlow:
         if session.memory.cuts_slices(slices, args, kwargs):
             slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         session.memory.before_step(slices, args, kwargs)
-        if self._runs_alone(slices):
+        if self.runs_alone(slices):
             outputs = self._run_alone(slices[0], args, kwargs)
         else:
             session.replicas.claim_cores()
@@ -184,7 +184,7 @@ class TrainingFlow:
         session.end_batch(NAME, args)
         return outputs
 
-    def _runs_alone(self, slices: list[BatchSlice]) -> bool:
+    def runs_alone(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether the first replica has the whole batch, and nothing of it concerns the others or other processes."""
         session = self._session
         if len(slices) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:

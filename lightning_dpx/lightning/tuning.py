@@ -29,7 +29,7 @@ from lightning_dpx.lightning.memory.dry_run import (
     Progress,
     Settings,
     StepProfiles,
-    bytes_kept_aside,
+    beside_micro_batches,
     forecast_device,
     lasting_bytes,
     owners_of,
@@ -357,7 +357,7 @@ def _tuned(
                 part,
                 partial(plan_step, module, settings),
                 seconds_each=seconds_of_a_micro_batch(device),
-                aside=bytes_kept_aside(trainer, module),
+                beside=beside_micro_batches(trainer, module),
             )
             forecast = forecast_device(device, rows, {**held, "inputs": inputs * rows // current}, planner, settings)
             forecasts.append(forecast)

@@ -32,7 +32,7 @@ from lightning_dpx.memory.apply import (
 from lightning_dpx.memory.micro_batches import plan_in_micro_batches
 from lightning_dpx.memory.plan.joint import plan_devices
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
-from lightning_dpx.memory.plan.micro_batches import MicroBatchChoice, in_micro_batches
+from lightning_dpx.memory.plan.micro_batches import BesideActivations, MicroBatchChoice, in_micro_batches
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, describe_cut, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
@@ -68,6 +68,7 @@ __all__ = [
     "format_plan",
     "make_planner",
     "plan_devices",
+    "BesideActivations",
     "MicroBatchChoice",
     "in_micro_batches",
     "plan_in_micro_batches",

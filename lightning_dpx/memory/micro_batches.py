@@ -12,6 +12,7 @@ from typing import Literal
 from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.memory.plan.micro_batches import (
+    BesideActivations,
     Candidate,
     MicroBatchChoice,
     ProfilesByRows,
@@ -24,11 +25,11 @@ from lightning_dpx.memory.plan.micro_batches import (
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.units import format_bytes
 
 MicroBatchNumber = int | Literal["auto"]
 ProfileOf = Callable[[int, bool], Profile]  # of so many rows, and whether gradients are added to earlier ones
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
+_NOTHING = BesideActivations()
 
 
 class TooFewRowsError(PlanError):
@@ -89,12 +90,12 @@ class _PlansByNumber:
 
     Args:
         plan_of: Plans a profile.
-        aside: Bytes that micro-batches need beside their activations.
+        beside: What micro-batches need beside their activations.
     """
 
-    def __init__(self, plan_of: PlanOf, aside: int) -> None:
+    def __init__(self, plan_of: PlanOf, beside: BesideActivations) -> None:
         self._plan_of = plan_of
-        self._aside = aside
+        self._beside = beside
         self._known = dict[int, MemoryPlan | BudgetError]()
 
     def __call__(self, candidate: Candidate) -> MemoryPlan:
@@ -106,9 +107,11 @@ class _PlansByNumber:
         number = candidate.number
         if number not in self._known:
             try:
-                self._known[number] = self._plan_of(candidate.profile, candidate.budget)
+                budget = candidate.budget
+                # A planner's is positive; as little as a byte is too little as well.
+                self._known[number] = self._plan_of(candidate.profile, None if budget is None else max(1, budget))
             except BudgetError as error:
-                self._known[number] = _in_all(error, candidate, self._aside)
+                self._known[number] = _in_all(error, candidate, self._beside)
         found = self._known[number]
         if isinstance(found, BudgetError):
             raise found
@@ -127,7 +130,7 @@ def plan_in_micro_batches(
     whole: Profile | None = None,
     *,
     seconds_each: float = 0.0,
-    aside: int = 0,
+    beside: BesideActivations = _NOTHING,
     margin: float = 0.0,
     runs_twice: bool = False,
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
@@ -140,7 +143,7 @@ def plan_in_micro_batches(
         budget: Bytes of activations that are allowed.
         whole: The profile of the step in one piece, if it is known.
         seconds_each: What running one micro-batch costs beside its step.
-        aside: Bytes that micro-batches need beside their activations, and a step in one piece does not.
+        beside: What micro-batches need beside their activations, and a step in one piece does not.
         margin: A step in one piece may take this share longer than the fastest, and is taken all the same.
         runs_twice: Whether every micro-batch runs forward once more, without a graph, as a loss over all rows needs it.
 
@@ -162,13 +165,10 @@ def plan_in_micro_batches(
     profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
 
     def budget_of(number: int) -> int:
-        # Earlier micro-batches leave their gradients beside the activations; a budget is positive.
-        if number == 1:
-            return budget
-        return max(1, budget - aside)
+        return budget - beside.of(number)
 
     candidates = candidates_of(profiles, budget_of, most)
-    plans = _PlansByNumber(plan_of, aside)
+    plans = _PlansByNumber(plan_of, beside)
     # Every round ends here, adds a size that was run, or leaves fewer numbers; there are no more of either than rows.
     while True:
         try:
@@ -189,7 +189,7 @@ def plan_in_micro_batches(
         if choice is None or possible < most:
             most = min(most, possible)
             candidates = candidates_of(profiles, budget_of, most)
-            plans = _PlansByNumber(plan_of, aside)
+            plans = _PlansByNumber(plan_of, beside)
             continue
         exact = candidate_of(profiles, chosen.number, chosen.budget)
         candidates = [exact if other.number == chosen.number else other for other in candidates]
@@ -215,14 +215,15 @@ def _add_part(parts: dict[int, Profile], rows: int, number: int, profile_of: Pro
     return rows
 
 
-def _in_all(error: BudgetError, candidate: Candidate, aside: int) -> BudgetError:
+def _in_all(error: BudgetError, candidate: Candidate, beside: BesideActivations) -> BudgetError:
     """The refusal of micro-batches, with what they need beside their activations."""
     if candidate.number == 1 or error.smallest is None:
         return error
     where = f"In {candidate.number} micro-batches of {candidate.rows} rows"
-    if aside:
-        where += f", beside {format_bytes(aside)} of gradients that earlier ones leave"
-    return BudgetError(f"{where}: {error.message}", error.smallest + aside, error.device_index)
+    needed = beside.of(candidate.number)
+    if needed:
+        where += f", beside {beside.describe(candidate.number)}"
+    return BudgetError(f"{where}: {error.message}", error.smallest + needed, error.device_index)
 
 
 def _with_figures(

@@ -132,6 +132,12 @@ class BufferSync:
         self._may_restore = True
         self._forget_shown()
 
+    def snapshot_bytes(self, *, to_come: bool) -> int:
+        """Bytes of what :meth:`remember` keeps on replica 0's device; with ``to_come`` none if they are there."""
+        if to_come and _alike(self._root.buffers, self._before):
+            return 0
+        return sum(buffer.nbytes for buffer in self._root.buffers)
+
     def show(self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None) -> None:
         """Between a forward and its backward: replica 0's buffers are for hooks what :meth:`collect` makes of them.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
-from lightning_dpx.memory import MemoryPlan, Profile, plan_in_micro_batches
+from lightning_dpx.memory import BesideActivations, MemoryPlan, Profile, plan_in_micro_batches
 from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
 from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
@@ -24,7 +24,7 @@ class DevicePlanner:
         profile_of_part: The same for a micro-batch, whose gradients are added to those before.
         plan_of: Plans a profile.
         seconds_each: What running one micro-batch costs beside its step.
-        aside: Bytes that micro-batches need beside their activations, and a step in one piece does not.
+        beside: What micro-batches need beside their activations, and a step in one piece does not.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class DevicePlanner:
         plan_of: PlanOf,
         *,
         seconds_each: float = 0.0,
-        aside: int = 0,
+        beside: BesideActivations,
     ) -> None:
         self._rows = rows
         self._number = number
@@ -44,7 +44,7 @@ class DevicePlanner:
         self._profile_of_part = profile_of_part
         self._plan_of = plan_of
         self._seconds_each = seconds_each
-        self._aside = aside
+        self.beside = beside
         if number != "auto":  # as many as the run would make of so many rows
             parts = cut_into_micro_batches([rows], [rows], [number])
             self._number = sum(part > 0 for part in parts)
@@ -69,12 +69,12 @@ class DevicePlanner:
                 room,
                 self.whole,
                 seconds_each=self._seconds_each,
-                aside=self._aside,
+                beside=self.beside,
                 margin=timing_effort.uncertainty(),
             )
             return found[0]
         number = 1 if self._number == "auto" else self._number
-        allowed = self._most(number) if room is None else max(1, room - self.aside(number))
+        allowed = self._most(number) if room is None else max(1, room - self.beside.of(number))
         return plan_fixed_micro_batches(
             number, self._rows, self._profile, self._plan_of, allowed, seconds_each=self._seconds_each
         )
@@ -86,12 +86,6 @@ class DevicePlanner:
         # A part of few rows may take more than all rows in one piece: gradients that are added to those before it are
         # made beside them.
         return max(self.whole.peak, *(self._profile_of_part(size).peak for size in sizes_of_parts(self._rows, number)))
-
-    def aside(self, number: int) -> int:
-        """Bytes that so many micro-batches need beside their activations: gradients of earlier batches."""
-        if number > 1:
-            return self._aside
-        return 0
 
     def followed(self, plan: MemoryPlan | None) -> Profile:
         """The step that a plan is followed in: on the largest micro-batch where it is cut."""

@@ -38,7 +38,7 @@ from lightning_dpx.lightning.memory.profiling import (
 from lightning_dpx.lightning.memory.step_times import Machines, SliceOfStep, predicted_steps
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
-from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
+from lightning_dpx.memory import BesideActivations, MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds
@@ -308,7 +308,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     followed = []
     planners = []
     held = lasting_bytes(trainer, module, settings)
-    aside = bytes_kept_aside(trainer, module)
+    beside = beside_micro_batches(trainer, module)
     for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
         if size:
             progress(f"planning {device}")
@@ -320,7 +320,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
                 profiles.of_part,
                 partial(plan_step, module, settings),
                 seconds_each=seconds_of_a_micro_batch(device),
-                aside=aside,
+                beside=beside,
             )
             forecast = forecast_device(device, size, static, planner, settings)
             forecasts.append(forecast)
@@ -534,11 +534,13 @@ def owners_of(parameters: Sequence[torch.nn.Parameter], settings: Settings) -> l
     return make_reducer(here, settings.devices).owners([parameter.numel() for parameter in parameters])
 
 
-def bytes_kept_aside(trainer: Trainer, module: LightningModule) -> int:
-    """Bytes of earlier batches' gradients, aside while micro-batches add up their own."""
+def beside_micro_batches(trainer: Trainer, module: LightningModule) -> BesideActivations:
+    """Earlier batches' gradients, aside while micro-batches add up their own, and the buffers of each."""
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
     if not keeps_earlier_gradients(trainer, module):
-        return 0
-    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        return BesideActivations(buffers=buffers)
+    gradients = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    return BesideActivations(gradients=gradients, buffers=buffers)
 
 
 def forecast_device(
@@ -560,9 +562,10 @@ def forecast_device(
     except BudgetError as error:
         smallest = held + (error.smallest if error.smallest is not None else 0)
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
-    if plan is not None:
-        # Known only now: a step that stays in one piece keeps no earlier gradients aside.
-        common["gradients"] = static["gradients"] + planner.aside(plan.micro_batches)
+    # Known only now: a step that stays in one piece keeps no earlier gradients aside, and has its buffers once.
+    if plan is not None and plan.micro_batches > 1:
+        common["gradients"] = static["gradients"] + planner.beside.gradients
+        common["buffers"] = static["buffers"] + plan.micro_batches * planner.beside.buffers
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
 
 

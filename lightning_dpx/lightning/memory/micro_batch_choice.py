@@ -27,7 +27,7 @@ from lightning_dpx.lightning.memory.profiling import (
     profile_slice,
 )
 from lightning_dpx.lightning.memory.seen_steps import TriedSteps, by_device
-from lightning_dpx.memory import MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
+from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
 RoomOf = Callable[[torch.device], int]  # bytes of activations that one replica there is allowed
+BesideOf = Callable[[torch.device], BesideActivations]
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class MicroBatchChooser:
         run: Step,
         room_of: RoomOf,
         planner: Any,
-        aside_of: RoomOf,
+        beside_of: BesideOf,
         explain: Callable[[BudgetError, torch.device, int | None], None],
     ) -> list[int]:
         """Micro-batches of every device, 1 where its slice had better stay in one piece.
@@ -81,7 +82,7 @@ class MicroBatchChooser:
             run: ``run(module, rows, num_rows)``: the training step of a shadow of a replica.
             room_of: What is allowed.
             planner: Who plans.
-            aside_of: What micro-batches need beside their activations, and a step in one piece does not.
+            beside_of: What micro-batches need beside their activations, and a step in one piece does not.
             explain: Adds to a refusal what else the device holds, and what activations need in one piece.
 
         Raises:
@@ -102,7 +103,7 @@ class MicroBatchChooser:
             for home, batch_slice in largest.items():
                 room = room_of(home)
                 try:
-                    self.choices[home] = self._choice(batch_slice, run, room, planner, aside_of(home))
+                    self.choices[home] = self._choice(batch_slice, run, room, planner, beside_of(home))
                 except BudgetError as error:
                     explain(error, home, self._least_in_one_piece(batch_slice.num_rows, room, planner))
                     raise
@@ -142,7 +143,9 @@ class MicroBatchChooser:
             )
         return ""
 
-    def _choice(self, batch_slice: BatchSlice, run: Step, room: int, planner: Any, aside: int) -> MicroBatchChoice:
+    def _choice(
+        self, batch_slice: BatchSlice, run: Step, room: int, planner: Any, beside: BesideActivations
+    ) -> MicroBatchChoice:
         session = self.session
         replicas = session.replicas
         device = batch_slice.replica.device
@@ -191,7 +194,7 @@ class MicroBatchChooser:
             plan_of,
             room,
             seconds_each=seconds_of_a_micro_batch(device),
-            aside=aside,
+            beside=beside,
             # A difference below what predictions are sure of is no reason to cut a step.
             margin=timing_effort.uncertainty(),
             runs_twice=session.end_hook("training_step") is not None,

@@ -82,7 +82,8 @@ class PeakCheck:
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
                     f"memory_budget allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
                     "activations. More may be taken by the step of the optimizer (least with fused=True or "
-                    "foreach=False), by steps that call more than the planned ones, by an evaluation or by callbacks."
+                    "foreach=False), by steps that call more than the planned ones, by checks of slices "
+                    "(verify='off' makes none), by an evaluation or by callbacks."
                 )
 
     def end_backward(self) -> None:

@@ -24,6 +24,7 @@ class StaticMemory:
     Attributes:
         slices: Of the replicas that take part.
         states: Of the optimizers, still to come.
+        snapshot: Of buffers, which a step of several slices keeps as they were before it.
         moving: What the reduction of gradients takes beside them, at its peak.
         moves_in_backward: Whether that is while activations are still there.
         accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
@@ -33,6 +34,7 @@ class StaticMemory:
 
     slices: Sequence[BatchSlice]
     states: Mapping[torch.device, int] = field(default_factory=dict)
+    snapshot: Mapping[torch.device, int] = field(default_factory=dict)
     moving: Mapping[torch.device, int] = field(default_factory=dict)
     moves_in_backward: bool = False
     accumulates: bool = False
@@ -60,7 +62,8 @@ class StaticMemory:
         """Bytes on ``device`` all the time: allocated now, or about to be."""
         # Lasting gradients and states are counted before they exist: the second step has
         # them beside its activations.
-        return self.present(device) + self.coming_gradients(device) + self.states.get(device, 0)
+        coming = self.coming_gradients(device) + self.states.get(device, 0) + self.snapshot.get(device, 0)
+        return self.present(device) + coming
 
     def present(self, device: torch.device) -> int:
         """Bytes on ``device`` now.

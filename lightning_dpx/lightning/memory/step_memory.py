@@ -3,6 +3,7 @@
 A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :class:`NoStepMemory`, which does nothing.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from lightning_dpx.lightning.memory.update_memory import bytes_of_update
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
+from lightning_dpx.memory import BesideActivations
 from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.error_notes import FirstNaN, annotate
@@ -160,6 +162,7 @@ class StepMemory(NoStepMemory):
         if not session.options.chooses_micro_batches or not is_open:
             return False
         self._planning.end_plan()  # the profiles of a choice take more than any plan allows
+        gc.collect()  # what is there in circles only is no reason for more micro-batches
         replicas = session.replicas
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:
@@ -173,7 +176,7 @@ class StepMemory(NoStepMemory):
                 run,
                 partial(self._planning.room_of_replica, replicas, slices, static),
                 self._planning.planner,
-                partial(self._aside, slices, static),
+                partial(self._beside, slices, static),
                 partial(self._planning.explain, replicas, slices, static),
             )
         present = replicas.partition.numbers(training=True)
@@ -191,14 +194,17 @@ class StepMemory(NoStepMemory):
             session.strategy.announce(_NO_BOUND)
         return True
 
-    def _aside(self, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device) -> int:
-        """Bytes that a replica's micro-batches need beside their activations, and a step in one piece does not."""
+    def _beside(self, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device) -> BesideActivations:
+        """What a replica's micro-batches need beside their activations, and a step in one piece does not."""
+        here = by_device(slices)[device]
+        buffers = sum(buffer.nbytes for buffer in here[0].replica.buffers)
         if not self._keeps_earlier_gradients:
-            return 0
+            return BesideActivations(buffers=buffers)
         # Slices are not cut yet, so what is counted now says nothing of the
         # gradients that would lie aside.
         cut = replace(static, keeps_earlier=True)
-        return (cut.passing(device) - static.passing(device)) // len(by_device(slices)[device])
+        gradients = (cut.passing(device) - static.passing(device)) // len(here)
+        return BesideActivations(gradients=gradients, buffers=buffers)
 
     def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
         """One for each device, none of them cut further."""
@@ -473,6 +479,7 @@ class StepMemory(NoStepMemory):
         active = {replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices}
         return StaticMemory(
             slices,
+            snapshot=self._snapshot_bytes(slices),
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
             moving=session.step.sums.reduction_bytes(active),
             moves_in_backward=session.step.sums.overlapped is not None,
@@ -480,6 +487,13 @@ class StepMemory(NoStepMemory):
             keeps_earlier=replicas.cuts_slices and self._keeps_earlier_gradients,
             callbacks=session.trainer.callbacks,  # type: ignore[attr-defined]
         )
+
+    def _snapshot_bytes(self, slices: Sequence[BatchSlice]) -> dict[torch.device, int]:
+        """Of buffers before a step of several slices, where nothing counts them yet."""
+        root = self._session.replicas.root
+        if self._session.training.runs_alone(slices):
+            return {}
+        return {root.device: self._session.replicas.state.buffers.snapshot_bytes(to_come=not is_host(root.device))}
 
     @property
     def _keeps_earlier_gradients(self) -> bool:

@@ -24,6 +24,7 @@ from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
+from lightning_dpx.units import format_bytes
 
 MOST_PLANS = 3  # that are searched, beside the candidate that needs none
 
@@ -157,6 +158,34 @@ class ProfilesByRows:
         return replace(found, scale=1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class BesideActivations:
+    """Bytes that micro-batches need beside their activations, and a step in one piece does not.
+
+    Attributes:
+        gradients: Of earlier batches, which lie aside.
+        buffers: Of the module: every micro-batch has its own, and they are kept as they were before the step.
+    """
+
+    gradients: int = 0
+    buffers: int = 0
+
+    def of(self, number: int) -> int:
+        """Bytes beside so many micro-batches."""
+        if number == 1:
+            return 0
+        return self.gradients + number * self.buffers
+
+    def describe(self, number: int) -> str:
+        """The same in words."""
+        parts = []
+        if self.gradients:
+            parts.append(f"{format_bytes(self.gradients)} of gradients that earlier ones leave")
+        if self.buffers:
+            parts.append(f"{format_bytes(number * self.buffers)} of buffers, which each has its own copies of")
+        return " and ".join(parts)
+
+
 def largest_rows(rows: int, number: int) -> int:
     """Rows of the largest of ``number`` micro-batches of nearly equal size."""
     return -(-rows // number)
@@ -251,7 +280,8 @@ def choose_micro_batches(
     best: tuple[float, Candidate, MemoryPlan] | None = None
     refusals: list[BudgetError] = []
     searches = 0
-    fewest_rows = min(candidates, key=lambda candidate: candidate.rows)
+    # That of fewest rows, where many micro-batches need no more beside their activations than few.
+    easiest = min(candidates, key=lambda candidate: candidate.profile.peak - (candidate.budget or 0))
     for candidate in order:
         # Cut steps are taken for so much slower than they are, which lets the whole one win by a
         # margin.
@@ -260,7 +290,7 @@ def choose_micro_batches(
             continue
         # A refusal takes a search for the smallest peak, and there may be as many candidates as rows: after the first
         # one only the candidate that needs least is asked for its own, if there is a proof against the others.
-        if refusals and candidate is not fewest_rows and _is_hopeless(candidate):
+        if refusals and candidate is not easiest and _is_hopeless(candidate):
             considered[candidate.number] = float("inf")
             continue
         # What fits is planned without a search.

@@ -392,3 +392,46 @@ def test_a_search_for_the_largest_batch_ends_where_nothing_bounds_it(
     assert module.batch_size == found
     assert said(caplog).count("memory no longer bounds the batch") == 1
     assert re.search(r"[2-9] micro-batches of \d+ rows", said(caplog))
+
+
+class WithTable(Tower):
+    """A buffer of which every micro-batch has its own copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(75_000))
+
+
+def test_micro_batches_are_chosen_for_the_room_that_copies_of_buffers_leave(sim: Any) -> None:
+    """Two of them would fit, and their buffers would not."""
+    plan = KeepsPlan()
+    seen = Peaks(sim)
+    budget = sim.memory_allocated(0) + 300_000 + 100_000 + int(0.8 * UNPLANNED)
+    fitted(WithTable(), accelerator="sim", memory_budget=budget, callbacks=[plan, seen])
+    assert plan.plan.micro_batches == 1
+    assert not plan.plan.keeps_all
+    assert max(seen.peaks[1:]) <= budget
+
+
+class Peaks(Callback):
+    """Bytes on the first simulated device at a time, step by step."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self.peaks: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._sim.reset_peak_memory_stats(0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peaks.append(self._sim.max_memory_allocated(0))
+
+
+def test_the_snapshot_of_buffers_is_planned_for_before_it_is_there(sim: Any) -> None:
+    plan = KeepsPlan()
+    seen = Peaks(sim)
+    budget = sim.memory_allocated(0) + 3 * 300_000 + 100_000 + int(0.4 * UNPLANNED)
+    options = {"memory_budget": budget, "micro_batches": 2, "verify": "off"}
+    fitted(WithTable(), accelerator="sim", callbacks=[plan, seen], **options)
+    assert not plan.plan.keeps_all
+    assert max(seen.peaks[1:]) <= budget

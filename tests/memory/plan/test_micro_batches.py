@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 import lightning_dpx as dpx
-from lightning_dpx.memory import Profile, plan_in_micro_batches, plan_profile, scaled
+from lightning_dpx.memory import BesideActivations, Profile, plan_in_micro_batches, plan_profile, scaled
 from lightning_dpx.memory.plan.micro_batches import (
     Candidate,
     ProfilesByRows,
@@ -170,10 +170,28 @@ def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
 
 def test_a_refusal_counts_what_micro_batches_leave_beside_them() -> None:
     aside = WHOLE.peak // 2
+    beside = BesideActivations(gradients=aside)
     with pytest.raises(dpx.BudgetError, match=r"In \d+ micro-batches of \d+ rows, beside .* of gradients") as refused:
-        plan_in_micro_batches(ROWS, lambda rows, _adds: part(rows, 0.0), keep_all, aside + 1, aside=aside)
+        plan_in_micro_batches(ROWS, lambda rows, _adds: part(rows, 0.0), keep_all, aside + 1, beside=beside)
     assert refused.value.smallest is not None
     assert refused.value.smallest > aside + 1
+
+
+def test_every_micro_batch_has_its_buffers_beside_its_activations() -> None:
+    each = WHOLE.peak // 32
+
+    def choice_within(budget: int) -> int:
+        beside = BesideActivations(buffers=each)
+        found = plan_in_micro_batches(ROWS, lambda rows, _adds: part(rows, 0.0), keep_all, budget, beside=beside)
+        return found[1].candidate.number
+
+    number = choice_within(WHOLE.peak // 2)
+    assert WHOLE.peak // number + number * each <= WHOLE.peak // 2
+    with pytest.raises(dpx.BudgetError, match=r"beside .* of buffers, which each has its own copies of") as refused:
+        choice_within(WHOLE.peak // 8)
+    least = refused.value.smallest
+    assert least is not None
+    choice_within(least)  # what it names will do
 
 
 def test_one_piece_is_taken_where_it_takes_nearly_as_long() -> None:
