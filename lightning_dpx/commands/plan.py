@@ -50,6 +50,7 @@ HEADS = (
     "peak", "budget", "extra time", "fits",
 )  # fmt: skip
 _MOST_ROWS = 8  # of the table; where there are more devices, equal ones share a row
+CHECKED_BY_A_RUN = "Whether micro-batches give what one device gives is checked before the first step of a run."
 # They write files or watch devices, and here no step is trained.
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
 
@@ -495,7 +496,7 @@ def _cuts(found: DryRun) -> list[str]:
             peak = f"peak {format_part(one.peak, one.budget or one.static + one.unplanned)}"
             lines.append(f"{one.device}: {describe_cut(one.plan)}, {peak}")
     if lines:
-        lines.append("Whether micro-batches give what one device gives is checked before the first step of a run.")
+        lines.append(CHECKED_BY_A_RUN)
     return lines
 
 

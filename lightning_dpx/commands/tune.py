@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml  # type: ignore[import-untyped]
 
 from lightning_dpx.commands.plan import (
+    CHECKED_BY_A_RUN,
     NOT_NEEDED,
     TellOnce,
     add_devices,
@@ -356,7 +357,11 @@ def _as_json(candidates: Sequence[_Candidate], basis: str) -> str:
 
 def _as_table(candidates: Sequence[_Candidate], basis: str) -> str:
     how = f" {basis}" if basis else ""
-    return format_rows(f"batch sizes, peak of the tightest device in MiB, predicted{how}:", HEADS, _cells(candidates))
+    table = format_rows(f"batch sizes, peak of the tightest device in MiB, predicted{how}:", HEADS, _cells(candidates))
+    plans = [device.plan for one in candidates for device in one.forecast.devices]
+    if any(plan is not None and plan.micro_batches > 1 for plan in plans):
+        return f"{table}\n{CHECKED_BY_A_RUN}"
+    return table
 
 
 def _cells(candidates: Sequence[_Candidate]) -> list[list[str]]:

@@ -22,7 +22,7 @@ from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.lightning.empty_step import EmptyRun, seconds_of_empty_step, seconds_of_loading
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
-from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
+from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of, say_why_whole
 from lightning_dpx.lightning.memory.dry_run import (
     DeviceForecast,
     LoggedValue,
@@ -333,7 +333,7 @@ def _tuned(
     # than the first.
     part = _Line(profiles.of_part, few, current)
     whole(current)  # before the smaller one, as libraries fill their caches with it
-    numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
+    numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
     lasting = lasting_bytes(trainer, module, settings)
     # A batch stays on its device for the whole step, beside what the step itself keeps.
     inputs = bytes_of_tensors(batch)
@@ -367,6 +367,7 @@ def _tuned(
             # Replicas on one device take turns, so their times add up.
             busy[device] = busy.get(device, 0.0) + whole(rows).step_seconds * (1 + share)
         found.append(BatchSizeForecast(batch_size, tuple(forecasts), max(busy.values()), beside + loading * batch_size))
+    say_why_whole(why_whole, [device.plan for one in found for device in one.devices])
     return Tuning(tuple(found), current, whole(current).basis)
 
 

@@ -50,6 +50,14 @@ class Shallow(Deep):
         super().__init__(dropout, depth=6)
 
 
+class Normed(Shallow):
+    """With statistics over its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].append(nn.BatchNorm1d(64))
+
+
 class Rows(LightningDataModule):
     """Three batches of 1024 rows."""
 
@@ -346,6 +354,17 @@ def test_the_fastest_number_of_micro_batches_within_a_budget(tmp_path: Path, cap
 
 
 @sim_only
+def test_none_are_chosen_where_a_run_would_leave_its_step_in_one_piece(tmp_path: Path, capsys: Any) -> None:
+    options = ["--config", config(tmp_path, "{micro_batches: auto}", "Normed"), "--devices", "cuda:0"]
+    _, (free,) = planned(capsys, *options)
+    budget = str(free["peak"] - free["unplanned"] * 19 // 20)
+    with pytest.warns(UserWarning, match=r"in one piece, where .* may need less: net\.0\.4 would normalize by micro-b"):
+        status, (found,) = planned(capsys, *options, "--budget", budget)
+    assert (status, found["micro_batches"]) == (2, None), "no plan of all rows takes so little"
+    status, (named,) = planned(capsys, *options, "--budget", budget, "--micro-batches", "256")
+    assert (status, named["micro_batches"]) == (0, 256)
+
+
 def test_the_prediction_of_micro_batches_is_what_a_run_takes(tmp_path: Path, capsys: Any) -> None:
     _, devices = planned(capsys, "--config", config(tmp_path, "{micro_batches: 3, gradient_buckets: 0}"))
     gc.collect()  # what other tests left on the devices

@@ -110,7 +110,7 @@ def test_a_step_finds_the_logger_that_it_asks_for(command: str, tmp_path: Path, 
     assert json.loads(capsys.readouterr().out)
 
 
-def test_the_strategy_of_the_config_keeps_its_other_options(tmp_path: Path) -> None:
+def test_the_strategy_of_the_config_keeps_its_other_options(tmp_path: Path, capsys: Any) -> None:
     saved = tmp_path / "tuned.yaml"
     own = config(tmp_path, strategy="{class_path: lightning_dpx.DPXStrategy, init_args: {reducer: naive}}")
     arguments = ["--config", own, "--devices", "2", "--batch-sizes", "64", "--micro-batches", "2", "--save", str(saved)]
@@ -119,6 +119,8 @@ def test_the_strategy_of_the_config_keeps_its_other_options(tmp_path: Path) -> N
     assert written["devices"] == 2
     assert written["strategy"]["init_args"]["reducer"] == "naive"
     assert written["strategy"]["init_args"]["micro_batches"] == 2
+    said = "Whether micro-batches give what one device gives is checked before the first step of a run."
+    assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 def test_devices_that_are_named_are_those_of_the_saved_config(tmp_path: Path, capsys: Any) -> None:

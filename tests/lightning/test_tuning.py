@@ -19,7 +19,7 @@ from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.torch_compat import FakeTensor
-from tests.commands.test_plan import Shallow
+from tests.commands.test_plan import Normed, Shallow
 from tests.conftest import SIMULATED, make_trainer
 
 ROWS = 2048
@@ -60,6 +60,14 @@ def test_with_a_budget_larger_batches_are_cut_or_computed_again_and_keep_it() ->
     assert larger.plan.micro_batches > 1 or larger.plan.num_recomputed > 0
     assert larger.peak <= budget < free[1].devices[0].peak
     assert found.batch_sizes[1].seconds > free[1].seconds
+
+
+def test_batches_that_a_run_would_not_cut_are_not_promised() -> None:
+    free = dpx.tune(Normed(), Rows(), devices=["cuda:0"], batch_sizes=(256, 1024)).batch_sizes
+    budget = free[0].devices[0].peak
+    with pytest.warns(UserWarning, match="would normalize by micro-batch"):
+        found = dpx.tune(Normed(), Rows(), devices=["cuda:0"], batch_sizes=(256, 4096), budget=budget)
+    assert [one.fits for one in found.batch_sizes] == [True, False]
 
 
 class Clock(Callback):

@@ -1,7 +1,7 @@
 """The plan of one device that need not be there, in one piece or in micro-batches."""
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import BesideActivations, MemoryPlan, Profile, plan_in_micro_batches
@@ -9,6 +9,7 @@ from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
 from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
+from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
 
 Number = int | Literal["auto"]
@@ -102,8 +103,8 @@ class DevicePlanner:
 
 def micro_batches_of(
     replicas: ReplicaSet, batch: object, given: MicroBatches | Literal["auto"], num_devices: int
-) -> tuple[Number, ...]:
-    """M, or that it is chosen, for each device; 1, which is announced, where the run would not cut.
+) -> tuple[tuple[Number, ...], str]:
+    """M, or that it is chosen, for each device, and why none is chosen; 1, which is announced, where M is not planned.
 
     Args:
         replicas: Of the module.
@@ -114,19 +115,37 @@ def micro_batches_of(
     Raises:
         ConfigurationError: it is no number of micro-batches, or not one for each device.
     """
-    automatic: Number = "auto"
-    numbers = (automatic,) * num_devices
-    if given != "auto":
-        numbers = parse_micro_batches(given, num_devices)
+    whole = (1,) * num_devices
+    if given == "auto":
+        why_not = _why_in_one_piece(replicas, batch) or _why_none_is_chosen(replicas.root.module)
+        if why_not:
+            return whole, why_not
+        automatic: Number = "auto"
+        return (automatic,) * num_devices, ""
+    numbers = parse_micro_batches(given, num_devices)
     # Whether the batch could be cut is of no interest then.
     if set(numbers) == {1}:
-        return numbers
+        return numbers, ""
     why_not = _why_in_one_piece(replicas, batch)
     if not why_not:
-        return numbers
-    if given != "auto":
-        rank_zero_warn(f"dpx: micro_batches={given} is planned in one piece: {why_not}")
-    return (1,) * num_devices
+        return numbers, ""
+    rank_zero_warn(f"dpx: micro_batches={given} is planned in one piece: {why_not}")
+    return whole, ""
+
+
+def say_why_whole(why: str, plans: Iterable[MemoryPlan | None]) -> None:
+    """Says why no micro-batches are chosen; not where everything fits, as there would be none."""
+    # Said after planning, as only the plans tell whether micro-batches might have helped.
+    if why and not all(plan is not None and plan.keeps_all for plan in plans):
+        rank_zero_warn(f"dpx: the step is planned in one piece, where micro-batches may need less: {why}")
+
+
+def _why_none_is_chosen(module: Any) -> str:
+    """Why a run that chooses the number would leave the step in one piece, as far as the module tells."""
+    norms = batch_norms_by_slice(module)
+    if norms:
+        return f"{', '.join(norms[:3])} would normalize by micro-batch; micro_batches=M cuts it all the same."
+    return ""
 
 
 def _why_in_one_piece(replicas: ReplicaSet, batch: object) -> str:

@@ -23,7 +23,7 @@ from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Tra
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
-from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of
+from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of, say_why_whole
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
 from lightning_dpx.lightning.memory.profiling import (
@@ -303,7 +303,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
     inputs = bytes_of_tensors(batch)
-    numbers = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes))
+    numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes))
     forecasts = []
     followed = []
     planners = []
@@ -326,6 +326,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
             forecasts.append(forecast)
             followed.append(planner.followed(forecast.plan))
             planners.append(planner)
+    say_why_whole(why_whole, [forecast.plan for forecast in forecasts])
 
     def plan_at(forecast: DeviceForecast, room: int) -> MemoryPlan:
         return planners[forecasts.index(forecast)].plan(room)
