@@ -109,6 +109,14 @@ def test_an_option_that_is_misspelt_is_named(capsys: pytest.CaptureFixture[str])
     assert printed.endswith("dpx plan: did you mean --budget? dpx plan --help shows all options.\n")
 
 
+@pytest.mark.parametrize("command", ["fit", "validate", "plan", "tune"])
+def test_an_argument_that_cannot_be_read_is_told_without_pages_of_usage(command: str, capsys: Any) -> None:
+    assert main([command, "--config", "examples/digits.yaml", "--trainer.nobody", "1"]) == 1
+    shown = "validate" if command == "validate" else "fit"
+    said = f"dpx: unrecognized arguments: --trainer.nobody 1\ndpx {shown} --help shows all options.\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_commands_and_their_arguments(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")

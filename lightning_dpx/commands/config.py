@@ -1,9 +1,12 @@
 """Lightning's own command line, as ``dpx`` uses it: everything of this package by name, and simulated devices."""
 
+import argparse
+import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_dpx.commands.usage import reading_arguments
+from lightning_dpx.commands.progress import done
+from lightning_dpx.commands.usage import ERROR, UnreadableArguments, reading_arguments
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import (
     PACKAGE,
@@ -62,8 +65,13 @@ class ConfigCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Without Lightning's warning of arguments that are not the process's own."""
-        with reading_arguments():
-            self.config = parser.parse_args(args)
+        try:
+            with reading_arguments():
+                self.config = parser.parse_args(args)
+        except argparse.ArgumentError as error:
+            done()
+            print(f"dpx: {error}\ndpx {args[0]} --help shows all options.", file=sys.stderr)
+            raise UnreadableArguments(ERROR) from error
 
     def before_instantiate_classes(self) -> None:
         """Makes the simulated devices, before anything runs a backward."""

@@ -57,6 +57,7 @@ def make_cli(arguments: list[str], *, execute: bool, **trainer: Any) -> Any:
         # A config that names no strategy is run by ours.
         trainer_defaults={"strategy": {"class_path": "lightning_dpx.DPXStrategy"}},
         save_config_callback=SaveConfig if execute else None,
-        parser_kwargs={"prog": "dpx"},
+        # The parser of a Trainer has 50 lines of usage, above which an error would scroll away.
+        parser_kwargs={"prog": "dpx", "exit_on_error": False},
         args=arguments,
     )
