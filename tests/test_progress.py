@@ -63,28 +63,27 @@ def test_an_error_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None
     assert "after" not in file.getvalue()
 
 
-CELLS = [
-    "from lightning_dpx import progress",  # with what libraries say of their import
-    """
+IMPORT = "from lightning_dpx import progress"  # with what libraries say of their import
+SHOWS = """
 setattr(progress, "_PATIENCE", 0.0)
 setattr(progress, "_PAUSE", 0.0)
 bar = progress.shown("planning memory")
 bar.__enter__()
 progress.at("timing steps")
 progress.at("trying operators", 1, 2)
-""",
-]
+"""
+ENDS = "_ = bar.__exit__(None, None, None)"
 SHOWN = "dpx: planning memory, 0 s: trying operators [##########          ]  50%"
 
 
-@pytest.mark.parametrize(("then", "left"), [("pass", SHOWN), ("_ = bar.__exit__(None, None, None)", "")])
-def test_a_cell_of_a_notebook_shows_how_far_it_is_and_is_empty_in_the_end(then: str, left: str) -> None:
+def test_a_cell_of_a_notebook_shows_how_far_it_is_and_is_empty_in_the_end() -> None:
     """In a kernel of its own, as a person runs it."""
-    cells = [nbformat.v4.new_code_cell(source) for source in (*CELLS, then)]
+    cells = [nbformat.v4.new_code_cell(source) for source in (IMPORT, SHOWS, ENDS, SHOWS)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(notebook, kernel_name="python3", timeout=200).execute()
-    _, shows, last = notebook.cells
-    # One output, and none on standard error.
-    outputs = [(output.output_type, output.get("data")) for output in shows.outputs]
-    assert outputs == [("display_data", {"text/plain": left})]
-    assert last.outputs == []
+    _, ended, ends, shows = notebook.cells
+    # One output each, and none on standard error.
+    for cell, text in ((ended, ""), (shows, SHOWN)):
+        outputs = [(output.output_type, output.get("data")) for output in cell.outputs]
+        assert outputs == [("display_data", {"text/plain": text})]
+    assert ends.outputs == []
