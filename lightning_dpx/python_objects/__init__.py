@@ -12,6 +12,7 @@ object_contents     what one of them holds, and how it holds that again
 overrides           attributes that are others for a while
 compiled            what torch.compile has compiled, and runs without it
 gc_pause            Python's collector of cyclic garbage rests
+trial_garbage       what a trial of a step leaves in cycles is freed, and nothing older is searched
 other_threads       whether code of the user's own runs beside this thread
 untouched           a run of a module that leaves no trace
 digest              a short text that tells runs apart by what they depend on

@@ -2,8 +2,6 @@
 
 import gc
 import threading
-import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -63,56 +61,3 @@ def test_who_had_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-class Circle:
-    """Held by itself alone."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.fixture
-def nothing_set_aside() -> Iterator[None]:
-    """As in a program of a user's; these tests leave what was imported out of collections."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("nothing_set_aside")
-def test_what_a_trial_leaves_is_freed_without_a_search_of_what_was_there() -> None:
-    kept = [Circle() for _ in range(100)]
-    searched = []
-    with COLLECTOR.trial():
-        with COLLECTOR.trial():
-            inner = weakref.ref(Circle())
-        assert inner() is None
-        outer = weakref.ref(Circle())
-        searched.append(len(gc.get_objects()))
-    assert outer() is None
-    assert gc.get_freeze_count() == 0
-    assert searched[0] < 100 < len(gc.get_objects())
-    last = weakref.ref(kept.pop())
-    gc.collect()
-    assert last() is None
-
-
-@pytest.mark.usefixtures("nothing_set_aside")
-def test_what_became_garbage_before_a_trial_does_not_become_old_in_it() -> None:
-    gc.disable()
-    try:
-        before = weakref.ref(Circle())
-        with COLLECTOR.trial():
-            assert before() is None
-    finally:
-        gc.enable()
-
-
-def test_what_the_user_has_set_aside_stays_so() -> None:
-    gc.freeze()
-    count = gc.get_freeze_count()
-    with pytest.raises(ValueError, match="of the step"), COLLECTOR.trial():
-        raise ValueError("of the step")
-    assert gc.get_freeze_count() >= count

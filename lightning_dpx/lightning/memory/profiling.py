@@ -27,8 +27,8 @@ from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
-from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.python_objects.preserve import preserve_rng_state
+from lightning_dpx.python_objects.trial_garbage import TRIAL_GARBAGE
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBatch, first_loss
 from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import applied_shift
@@ -119,7 +119,7 @@ def profile_slice(
     """
 
     noted = trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE)
-    with noted, COLLECTOR.trial():
+    with noted, TRIAL_GARBAGE.freed():
         return _profile_slice(replicas, batch_slice, run, device or batch_slice.replica.device, accumulates, parts)
 
 

@@ -19,8 +19,8 @@ from lightning_dpx.lightning.rehearsal.recurrence import Recurrence
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
-from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.python_objects.overrides import overridden
+from lightning_dpx.python_objects.trial_garbage import TRIAL_GARBAGE
 from lightning_dpx.replicas import AttributeRules, BatchSlice, ListPlace, MergeRules
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
@@ -188,7 +188,7 @@ class Rehearsals:
     def _trial(self) -> AbstractContextManager[None]:
         """Under a memory budget, the step needs the room that shadows hold in circles."""
         if self._strategy.plans_memory:
-            return COLLECTOR.trial()
+            return TRIAL_GARBAGE.freed()
         return nullcontext()
 
     def _rehearse(self, call: Call, fresh: frozenset[str] = frozenset()) -> None:
