@@ -189,6 +189,10 @@ def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation
             # So is a bank of features whose rows were written again. All slices have all of it
             # by then, and add nothing: it is no sum of what they have.
             fits = (CHANGES, Rule(kind="added"), Rule(kind="first"))
+        elif path not in numbers.fitting:
+            # No slice has touched it, so none sets it: each would have set its own part. What is new was counted in the
+            # first step, or the largest number found.
+            fits = tuple(Rule(kind=kind) for kind in ("added", "max", "min", "first"))
         attributes.settle(path, [rule for rule in attributes.numbers.fitting[path] if rule in fits])
         if path not in attributes.rebound:
             out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))

@@ -176,6 +176,32 @@ def test_extremes_are_those_of_all_slices_though_one_had_them_by_chance(own: Any
     assert models[0].figures == models[1].figures
 
 
+class CountsWhatIsNew(Model):
+    """A second step on the same rows finds nothing new, and leaves the count as it is."""
+
+    def begin(self) -> None:
+        self.seen: set[float] = set()
+        self.num_seen = 0
+        self.cost = 0.0
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        for value in (rows[:, 0] * 3).round().tolist():
+            if value not in self.seen:
+                self.seen.add(value)
+                self.num_seen += 1
+                self.cost += 0.5
+
+    def kept(self) -> list[Any]:
+        return [self.num_seen, self.cost, len(self.seen)]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_a_count_of_what_is_new_is_that_of_one_device(own: Any, num_devices: int) -> None:
+    """It was the sum of what slices had there by then: 907 of 13."""
+    ours = fitted(CountsWhatIsNew, strategy=dpx.DPXStrategy(**own), devices=num_devices)
+    assert ours.figures == fitted(CountsWhatIsNew).figures
+
+
 class CountsBesideRoot(Sums):
     """The loss is none of slices, and announced; what is counted beside it comes together all the same."""
 
