@@ -196,6 +196,9 @@ def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation
         attributes.settle(path, [rule for rule in attributes.numbers.fitting[path] if rule in fits])
         if path not in attributes.rebound:
             out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
+        elif path not in whole.changed_numbers and attributes.rules[f"self.{path}"].kind == "added":
+            # The largest number of a batch, where that is the sum of its slices', looks like it.
+            out.notes.append(f"What slices add to self.{path} is added up, as of a count of what is new")
     for path in sorted(attributes.rebound & numbers.fitting.keys() - numbers.equal):
         fits = numbers.fitting[path]
         # A running minimum that begins at infinity is the mean of its slices once, and then no more.

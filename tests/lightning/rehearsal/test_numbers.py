@@ -196,9 +196,11 @@ class CountsWhatIsNew(Model):
 
 
 @pytest.mark.parametrize(("own", "num_devices"), WAYS)
-def test_a_count_of_what_is_new_is_that_of_one_device(own: Any, num_devices: int) -> None:
+def test_a_count_of_what_is_new_is_that_of_one_device(own: Any, num_devices: int, caplog: Any) -> None:
     """It was the sum of what slices had there by then: 907 of 13."""
-    ours = fitted(CountsWhatIsNew, strategy=dpx.DPXStrategy(**own), devices=num_devices)
+    with caplog.at_level("INFO"):
+        ours = fitted(CountsWhatIsNew, strategy=dpx.DPXStrategy(**own), devices=num_devices)
+    assert "What slices add to self.num_seen is added up, as of a count of what is new" in caplog.text
     assert ours.figures == fitted(CountsWhatIsNew).figures
 
 
