@@ -101,12 +101,15 @@ def parse_seconds(name: str, text: str) -> float:
 
 
 def format_mib(size: float, digits: int = 1) -> str:
-    """Bytes as MiB, as in all of the package's messages: ``"6.3 MiB"``.
+    """Bytes as MiB, as in all of the package's messages: ``"6.3 MiB"``; below one, as KiB.
 
     Args:
         size: In bytes.
         digits: Behind the point; none where sizes are those of devices, two in tables of small ones.
     """
+    # Small models are what people try first, and all of their sizes would be nothing.
+    if 0 < size < MIB:
+        return f"{size / KIB:.{digits}f} KiB"
     return f"{size / MIB:.{digits}f} MiB"
 
 
@@ -114,6 +117,8 @@ def format_part(part: float, whole: float) -> str:
     """A part of some bytes beside the whole, in one unit: ``"1.48 of 1.50 GiB"``."""
     if whole >= GIB:
         return f"{part / GIB:.2f} of {whole / GIB:.2f} GiB"
+    if whole < MIB:
+        return f"{part / KIB:.1f} of {whole / KIB:.1f} KiB"
     return f"{part / MIB:.1f} of {whole / MIB:.1f} MiB"
 
 

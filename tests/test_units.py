@@ -5,6 +5,7 @@ import pytest
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.units import (
     GIB,
+    KIB,
     MIB,
     format_bytes,
     format_least,
@@ -43,9 +44,10 @@ def test_what_is_no_share_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "digits", "text"), [(6.3 * MIB, 1, "6.3 MiB"), (GIB, 0, "1024 MiB"), (MIB // 8, 2, "0.12 MiB")]
+    ("size", "digits", "text"),
+    [(6.3 * MIB, 1, "6.3 MiB"), (GIB, 0, "1024 MiB"), (MIB // 8, 1, "128.0 KiB"), (0, 1, "0.0 MiB")],
 )
-def test_messages_tell_mib(size: float, digits: int, text: str) -> None:
+def test_messages_tell_mib_and_kib_of_small_models(size: float, digits: int, text: str) -> None:
     assert format_mib(size, digits) == text
 
 
@@ -64,7 +66,12 @@ def test_what_is_needed_is_told_as_a_size_that_does(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "whole", "text"), [(1.48 * GIB, 1.5 * GIB, "1.48 of 1.50 GiB"), (6.3 * MIB, 8 * MIB, "6.3 of 8.0 MiB")]
+    ("part", "whole", "text"),
+    [
+        (1.48 * GIB, 1.5 * GIB, "1.48 of 1.50 GiB"),
+        (6.3 * MIB, 8 * MIB, "6.3 of 8.0 MiB"),
+        (5 * KIB, 8 * KIB, "5.0 of 8.0 KiB"),
+    ],
 )
 def test_a_part_is_told_in_the_unit_of_the_whole(part: float, whole: float, text: str) -> None:
     assert format_part(part, whole) == text

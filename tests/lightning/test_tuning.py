@@ -139,7 +139,7 @@ def test_the_best_is_the_smallest_that_is_about_as_fast_as_the_fastest() -> None
     assert found.best is not None
     assert found.best.batch_size == 16
     assert [one.batch_size for one in found.fastest(3)] == [16, 32, 64]
-    assert "batch_size=16: 16 samples/s, peak 0.0 of 0.0 MiB on cpu  <- best" in str(found)
+    assert "batch_size=16: 16 samples/s, peak 0.0 of 0.0 KiB on cpu  <- best" in str(found)
 
 
 def test_replicas_on_one_processor_take_turns() -> None:

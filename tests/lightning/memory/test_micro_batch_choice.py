@@ -156,7 +156,7 @@ def test_the_monitor_and_its_page_show_the_number_beside_the_plan(tmp_path, capl
     fitted(module, callbacks=[monitor], **options_for(module, HALF))
     trained = [one for one in seen_rows() if one > 0]
     head = f"{len(trained)} micro-batches of {trained[0]} rows, no values recomputed: "
-    assert re.search(re.escape(head) + r"\d\.\d\d x, peak \d\.\d of \d\.\d MiB", said(caplog))
+    assert re.search(re.escape(head) + r"\d\.\d\d x, peak \d+\.\d of \d+\.\d KiB", said(caplog))
     assert [one.micro_batches for one in monitor.last.values()] == [len(trained)]
     assert {row["micro_batches"] for row in json.loads(file.read_text())} == {len(trained)}
     _title, heads, row = monitor.format_table().splitlines()[:3]
