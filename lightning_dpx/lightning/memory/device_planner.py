@@ -104,7 +104,9 @@ class DevicePlanner:
 def micro_batches_of(
     replicas: ReplicaSet, batch: object, given: MicroBatches | Literal["auto"], num_devices: int
 ) -> tuple[tuple[Number, ...], str]:
-    """M, or that it is chosen, for each device, and why none is chosen; 1, which is announced, where M is not planned.
+    """M, or that it is chosen, for each device; and why none is chosen where a run would cut by a number that is named.
+
+    A number that is named and that cannot be planned is announced.
 
     Args:
         replicas: Of the module.
@@ -117,7 +119,10 @@ def micro_batches_of(
     """
     whole = (1,) * num_devices
     if given == "auto":
-        why_not = _why_in_one_piece(replicas, batch) or _why_none_is_chosen(replicas.root.module)
+        # Nothing to tell where a number that is named would not cut it either.
+        if _why_in_one_piece(replicas, batch):
+            return whole, ""
+        why_not = _why_none_is_chosen(replicas.root.module)
         if why_not:
             return whole, why_not
         automatic: Number = "auto"
