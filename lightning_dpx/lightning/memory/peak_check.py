@@ -50,17 +50,14 @@ class PeakCheck:
     def begin_step(self, devices: Iterable[torch.device]) -> None:
         """A step begins that follows plans on these devices."""
         self._num_steps += 1
-        if self._num_steps == 1:
-            # The host is left out: it has the resident memory of the process only, not what its tensors take.
-            self._measured = [device for device in devices if not is_host(device)]
-            self._told = set()
-            self._num_updates = 0
-        elif self._num_steps == _CHECKED_STEP:
-            self._look()
-            self._before = {device: allocated_and_peak(device)[0] for device in self._measured}
-        else:
+        if self._num_steps != _CHECKED_STEP:
             return
-        for device in self._measured:
+        # The host is left out: it has the resident memory of the process only, not what its tensors take.
+        self._before = {device: allocated_and_peak(device)[0] for device in devices if not is_host(device)}
+        self._measured = list(self._before)
+        self._told = set()
+        self._num_updates = 0
+        for device in self._before:
             reset_peak_memory(device)
 
     def end_update(self) -> None:

@@ -381,8 +381,10 @@ class MemoryPlanning:
             # The limit of a budget that is "auto" is read again here: it is what is free by now.
             limit = self.budgets.limit(device, replicas.devices)
             needed = held.beside_activations(device) + self.devices.forecast(device)[0]
-            is_beyond = needed > limit if self._confirmation.is_first else is_worth_telling(needed, limit)
-            if device in self.plans and is_beyond:
+            if device not in self.plans or needed <= limit:
+                continue
+            # What a reduction keeps for its next is among what is there, and would count twice.
+            if self._confirmation.is_first or (not held.moving.get(device) and is_worth_telling(needed, limit)):
                 return True
         return False
 

@@ -211,7 +211,7 @@ def test_more_shapes_than_are_remembered(sim: Any, caplog: Any) -> None:
     with caplog.at_level("INFO"):
         trained(twins(), [*shapes, *shapes], strategy=strategy, accelerator="sim")
     assert len(plans_told(caplog)) == len(shapes)
-    assert f"the worst of {MOST_STEPS} shapes" in plans_told(caplog)[-1]
+    assert f"the worst of {MOST_STEPS} steps that are planned for" in plans_told(caplog)[-1]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the finder's

@@ -307,14 +307,12 @@ class InTheEnd(ByHand):
 
 
 def test_what_the_last_step_takes_beyond_the_budget_is_told_at_the_end_of_the_run(sim: Any) -> None:
-    watch = Watch()
     budget = int(1.2 * MIB)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fit(InTheEnd, strategy=dpx.DPXStrategy(memory_budget=budget), callbacks=[watch], accelerator="sim", batches=4)
-    assert max(watch.peaks[1:3]) <= budget < watch.peaks[3]
+        fit(InTheEnd, strategy=dpx.DPXStrategy(memory_budget=budget), accelerator="sim", batches=4)
     (text,) = [str(one.message) for one in told if "memory_budget allows" in str(one.message)]
-    assert f"{watch.peaks[3] / MIB:.1f} MiB were allocated on sim:0 at a time in the last steps" in text
+    assert "were allocated on sim:0 at a time in the last steps, where memory_budget allows 1.2 MiB" in text
 
 
 class InAHook(ByHand):
