@@ -72,10 +72,10 @@ def batches() -> DataLoader[Any]:
 
 
 class Neighbour(Callback):
-    """Takes a MiB of the device after the plan was made."""
+    """Takes a MiB of the device in the second step, after it was looked at whether the plan still has its room."""
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.fit_loop.batch_idx == 1:
             self.block = torch.ones(2**18, device="sim:0")
 
 
