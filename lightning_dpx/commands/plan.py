@@ -376,7 +376,14 @@ def _bytes(budget: int | float | str) -> int | float:
             "share of what a device would take without a plan, such as 60%."
         )
     # A bare number is a text, too, on a command line.
-    return parse_bytes("--budget", int(budget) if isinstance(budget, str) and budget.isdigit() else budget)
+    num_bytes = int(budget) if isinstance(budget, str) and budget.isdigit() else budget
+    try:
+        return parse_bytes("--budget", num_bytes)
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"--budget={budget!r} is not allowed; give positive bytes, such as 8GiB, or a share of what a device would "
+            "take without a plan, such as 60%."
+        ) from None
 
 
 def parse_devices(devices: Any) -> tuple[torch.device, ...]:

@@ -219,7 +219,8 @@ def _in_all(error: BudgetError, candidate: Candidate, beside: BesideActivations)
     """The refusal of micro-batches, with what they need beside their activations."""
     if candidate.number == 1 or error.smallest is None:
         return error
-    where = f"In {candidate.number} micro-batches of {candidate.rows} rows"
+    plural = "" if candidate.rows == 1 else "s"
+    where = f"In {candidate.number} micro-batches of {candidate.rows} row{plural}"
     needed = beside.of(candidate.number)
     if needed:
         where += f", beside {beside.describe(candidate.number)}"
