@@ -10,6 +10,7 @@ from lightning_dpx.errors import SharedWriteError
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
     changed_again,
     compare_step,
+    grown_from_roundings,
     kept_of,
     results_of,
     unstable_between,
@@ -56,13 +57,14 @@ class SecondSteps:
         self._sliced_run = sliced_run
         self._sizes = sizes
 
-    def compare(self, judge: JudgingRules, out: Comparison, first: Observation) -> None:
+    def compare(self, judge: JudgingRules, out: Comparison, first: Observation, *, rounds: bool) -> None:
         """Compares second steps, and leaves only the rules that hold in both.
 
         Args:
             judge: Of the first step.
             out: What the first step has shown.
             first: The first step as one device.
+            rounds: Whether something of the first step differs as roundings grow.
 
         Raises:
             SlicesFail: slices cannot do what a second step does.
@@ -81,6 +83,8 @@ class SecondSteps:
         whole.state = {}
         sliced.state = {}
         second = compare_step(self._step, whole, sliced, again, sizes=self._sizes)
+        if rounds and second.differences and out.kept:
+            second = self._compared_but_for_roundings(judge, whole, sliced)
         # A kind that differs in the first step already is no news of the second.
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
@@ -88,6 +92,15 @@ class SecondSteps:
             raise SlicesFail(out.uses_kept(second.summary()), _KEEP_ELSEWHERE)
         if added_up:
             out.blame_sums(added_up)
+
+    def _compared_but_for_roundings(self, judge: JudgingRules, whole: Observation, sliced: Observation) -> Comparison:
+        """What second steps show beside what roundings decide in them."""
+        nudged = self._whole_run.observe(sum(self._sizes), num_steps=2, nudges_parameters=True)
+        grown = grown_from_roundings(whole, sliced, nudged, self._step.tolerance)
+        # No rule is asked for what roundings decide, so the slices are put together anew.
+        again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction, grown, earlier=[judge])
+        sliced.state = {}
+        return compare_step(self._step, whole, sliced, again, sizes=self._sizes, unstable=grown)
 
     def refuse_use(self, judge: JudgingRules, out: Comparison, first: Observation, unstable: frozenset[str]) -> None:
         """Refuses slices where a second step uses what the first one kept, and that depends on random draws.

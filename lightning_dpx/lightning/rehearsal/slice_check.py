@@ -90,7 +90,7 @@ class SliceCheck:
         if unstable - rounding and not self._is_look:
             second.refuse_use(judge, comparison, self._whole, unstable)
         elif not unstable - rounding and self._needs_second_steps(judge, comparison):
-            second.compare(judge, comparison, self._whole)
+            second.compare(judge, comparison, self._whole, rounds=bool(rounding))
         return Outcome(
             comparison=comparison,
             judge=judge,

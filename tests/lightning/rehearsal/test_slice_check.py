@@ -99,6 +99,15 @@ class FollowsItself(LightningModule):
         return torch.optim.SGD(self.student.parameters(), lr=0.1)
 
 
+class FollowsItselfAndKeeps(FollowsItself):
+    """What it keeps is looked at, and used by no later step."""
+
+    def alike(self, rows: torch.Tensor) -> torch.Tensor:
+        alike = super().alike(rows)
+        self.last = alike.detach()
+        return alike
+
+
 class FollowsItselfInPairs(FollowsItself):
     """A row counts for the one before it, which may be in another slice."""
 
@@ -117,6 +126,13 @@ def follow(kind: type[FollowsItself], num_replicas: int, precision: Any) -> None
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_a_loss_that_cancels_out_is_no_difference(num_replicas: int, precision: Any) -> None:
     follow(FollowsItself, num_replicas, precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_loss_that_cancels_out_is_no_use_of_what_the_step_before_kept(precision: Any, recwarn: Any) -> None:
+    """Its second step was taken for another one on slices, and batches went whole."""
+    follow(FollowsItselfAndKeeps, 2, precision)
+    assert not any("batches whole" in str(one.message) for one in recwarn)
 
 
 def test_a_difference_in_a_loss_that_cancels_out_is_found() -> None:
