@@ -115,11 +115,22 @@ class FollowsItselfInPairs(FollowsItself):
         return super().alike(rows + 1e-3 * rows.roll(1, 0))
 
 
-def follow(kind: type[FollowsItself], num_replicas: int, precision: Any) -> None:
+class ScoresItself(FollowsItself):
+    """The scores of both are added up in another order, so their difference begins as roundings, with gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.student(batch[0]).sum(1) / 3).mean() - (self.teacher(batch[0]) / 3).sum(1).mean()
+
+
+def follow(kind: type[FollowsItself], num_replicas: int, precision: Any, **own: Any) -> LightningModule:
     torch.manual_seed(0)
-    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
-    trainer = make_trainer(strategy=strategy, max_epochs=1, precision=precision, devices=num_replicas)
-    trainer.fit(kind(), make_loader(32, 16))
+    options: dict[str, Any] = {}
+    if num_replicas > 1:
+        options["strategy"] = dpx.DPXStrategy(execution="inline", verify="raise", **own)
+    model = kind()
+    trainer = make_trainer(max_epochs=1, precision=precision, devices=num_replicas, **options)
+    trainer.fit(model, make_loader(32, 16))
+    return model
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
@@ -133,6 +144,14 @@ def test_a_loss_that_cancels_out_is_no_use_of_what_the_step_before_kept(precisio
     """Its second step was taken for another one on slices, and batches went whole."""
     follow(FollowsItselfAndKeeps, 2, precision)
     assert not any("batches whole" in str(one.message) for one in recwarn)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_roundings_do_not_decide_whether_a_loss_is_a_sum(num_replicas: int) -> None:
+    """The sum of two slices' roundings was nearer to that of one device, and gradients were twice as large."""
+    ours = follow(ScoresItself, num_replicas, "64-true", loss_reduction="auto")
+    for mine, theirs in zip(ours.parameters(), follow(ScoresItself, 1, "64-true").parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_a_difference_in_a_loss_that_cancels_out_is_found() -> None:
