@@ -30,7 +30,7 @@ class RealModule:
     Attributes:
         has_hooks: Whether parameters have hooks of the user's.
         reached: What runs have changed, by name.
-        changed_by_hooks: What hooks of parameters have changed, by name; empty if nothing.
+        changed_by_hooks: What hooks of parameters have left otherwise in slices, by name; empty if nothing.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class RealModule:
         # Of both kinds, as either may keep what it has seen.
         self.has_hooks: bool = ParameterHooks([one for _, one in parameters]).are_there
         self._after_step: list[Any] | None = None
+        self._ends: list[list[Any]] = []  # of the last two runs
         self._is_alone = not user_code_runs_elsewhere()
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.reached: list[str] = []
@@ -60,6 +61,12 @@ class RealModule:
         if self.has_hooks:
             self._after_step = self._objects.marks()
 
+    def note_slices(self) -> None:
+        """The last run was in slices, and the one before it as one device."""
+        # By hand backwards lie inside of the step, so all is compared that both have left.
+        if len(self._ends) == 2 and not self.changed_by_hooks:
+            self.changed_by_hooks = self._objects.changed_since(*self._ends)
+
     def restore(self) -> None:
         """All is what it was before the run that has ended, but for gradients, which are put aside.
 
@@ -76,10 +83,11 @@ class RealModule:
         if self._is_alone and not user_code_runs_elsewhere():
             now = self._objects.marks()
             changed = self._objects.difference(now, self._after_step)
-            if self.has_hooks and not self.changed_by_hooks:
-                # By hand backwards lie inside of the step.
-                self.changed_by_hooks = self._objects.changed_since(self._after_step, now)
+            if self.has_hooks:
+                self._ends = [*self._ends[-1:], now]
             self._objects.restore(now)
+        else:
+            self._ends.clear()
         # Hooks of parameters come to what they keep, whichever copy has called them: what they write in a backward is
         # no way of the step's own to the module.
         if changed and (self._after_step is not None or not self.has_hooks):

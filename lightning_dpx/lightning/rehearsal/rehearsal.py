@@ -407,6 +407,7 @@ class Rehearsal:
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):  # or there is no room for it
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
+        self._step.guest.real_module.note_slices()
         check = SliceCheck(
             self._step,
             (self._whole, self._sliced),

@@ -185,9 +185,9 @@ class Reached:
         """
         return self._state.difference(self._marks, now, meanwhile)
 
-    def changed_since(self, before: list[Any] | None, now: list[Any]) -> str:
-        """The path of something that is not what it was by the marks of ``before``, or at first; empty if all is."""
-        return self._state.difference(self._marks if before is None else before, now)
+    def changed_since(self, before: list[Any], now: list[Any]) -> str:
+        """The path of something that is not what it was by the marks of ``before``; empty if all is."""
+        return self._state.difference(before, now)
 
     def restore(self, now: list[Any] | None = None) -> None:
         """All of it is what it was.

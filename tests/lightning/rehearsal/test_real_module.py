@@ -151,6 +151,24 @@ class CountsByAHook(Model):
         self.calls += 1
 
 
+class NotesByAHook(Model):
+    """What it leaves is the same however often it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_run = False
+        self.width = 0
+        self.net.weight.register_hook(self.note)
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.has_run = True
+        self.width = gradient.shape[1]
+
+
+class NotesByAHookByHand(StepsByHand, NotesByAHook):
+    pass
+
+
 class CountsByAHookByHand(StepsByHand, CountsByAHook):
     pass
 
@@ -177,6 +195,12 @@ def test_what_hooks_of_parameters_keep_of_every_slice_is_told(
     told = [str(one.message) for one in recwarn]
     assert not any("batches whole" in one for one in told)
     assert any(f"hooks of parameters change {name}, once for the gradient of each slice" in one for one in told)
+
+
+@pytest.mark.parametrize("kind", [NotesByAHook, NotesByAHookByHand])
+def test_what_hooks_of_parameters_leave_as_on_one_device_is_no_difference(kind: type[Model]) -> None:
+    """Any change by a hook was told to differ, and was an error here."""
+    fitted(kind, devices=2, strategy=dpx.DPXStrategy(execution="inline", verify="raise"))
 
 
 def test_that_hooks_of_parameters_get_gradients_of_slices_is_part_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
