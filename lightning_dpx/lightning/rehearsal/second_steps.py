@@ -84,7 +84,7 @@ class SecondSteps:
         sliced.state = {}
         second = compare_step(self._step, whole, sliced, again, sizes=self._sizes)
         if rounds and second.differences and out.kept:
-            second = self._compared_but_for_roundings(judge, whole, sliced)
+            second = self._compared_but_for_roundings(judge, whole, sliced) or second
         # A kind that differs in the first step already is no news of the second.
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
@@ -93,9 +93,13 @@ class SecondSteps:
         if added_up:
             out.blame_sums(added_up)
 
-    def _compared_but_for_roundings(self, judge: JudgingRules, whole: Observation, sliced: Observation) -> Comparison:
-        """What second steps show beside what roundings decide in them."""
-        nudged = self._whole_run.observe(sum(self._sizes), num_steps=2, nudges_parameters=True)
+    def _compared_but_for_roundings(
+        self, judge: JudgingRules, whole: Observation, sliced: Observation
+    ) -> Comparison | None:
+        """What second steps show beside what roundings decide in them; ``None`` where that is not known."""
+        nudged = self._whole_run.observe_nudged(sum(self._sizes), num_steps=2)
+        if nudged is None:
+            return None
         grown = grown_from_roundings(whole, sliced, nudged, self._step.tolerance)
         # No rule is asked for what roundings decide, so the slices are put together anew.
         again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction, grown, earlier=[judge])

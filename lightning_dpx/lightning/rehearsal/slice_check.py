@@ -6,8 +6,6 @@ whole, sliced --compare--> agree --> a second step, where the first has left som
                                      other from run to run? --> what is left is told
 """
 
-import traceback
-
 import torch
 
 from lightning_dpx.lightning.expected_gradient import names_gradients
@@ -127,8 +125,10 @@ class SliceCheck:
 
     def _magnified(self) -> dict[str, float]:
         """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""
-        nudged = self._whole_run.observe(sum(self._sizes), nudges_parameters=True)
+        nudged = self._whole_run.observe_nudged(sum(self._sizes))
         factors: dict[str, float] = {}
+        if nudged is None:
+            return factors
         for name, value in self._whole.weights.items():
             if value.is_floating_point():
                 grown = difference(value, nudged.weights[name], self._step.tolerance)
@@ -188,10 +188,8 @@ class SliceCheck:
         # Weights of its own take room, for which a budget has none.
         if self._step.strategy.plans_memory and not self._step.by_hand:
             return frozenset()
-        try:
-            nudged = self._whole_run.observe(comparison.rows, nudges_parameters=True)
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)
+        nudged = self._whole_run.observe_nudged(comparison.rows)
+        if nudged is None:
             return frozenset()
         found = grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance) & comparison.apart
         if not found:

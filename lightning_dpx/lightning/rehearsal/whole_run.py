@@ -1,6 +1,7 @@
 """The step as one device does it, on a few rows: what slices are compared with."""
 
 import copy
+import traceback
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -139,6 +140,18 @@ class WholeRun:
         seen.drew = step.guest.draws.drew
         step.note_draws(seen)
         return seen
+
+    def observe_nudged(self, num_rows: int, *, num_steps: int = 1) -> Observation | None:
+        """What :meth:`observe` tells of a step that begins at the next larger numbers; ``None`` if it does not run.
+
+        Weights of its own take room, a parameter of a class of the user's may refuse to be written, and a step may look
+        whether weights are what it knows. Then nothing is known of roundings, and what differs is told.
+        """
+        try:
+            return self.observe(num_rows, num_steps=num_steps, nudges_parameters=True)
+        except Exception as error:  # noqa: BLE001  whatever becomes of it, the step itself has run
+            traceback.clear_frames(error.__traceback__)
+            return None
 
     def _observe_step(
         self,

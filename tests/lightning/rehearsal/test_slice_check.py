@@ -163,3 +163,36 @@ def test_a_difference_in_a_loss_that_cancels_out_is_found() -> None:
 def test_a_difference_beside_roundings_is_found(precision: Any) -> None:
     with pytest.raises(dpx.ParityError, match="gradients differ"):
         fit(NormedGANOfSums, torch.optim.SGD, 2, precision)
+
+
+class RootOfRows(LightningModule):
+    """No mean of slices, and it looks whether weights are what it knows."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 2)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.digest = float(self.frozen.weight.double().sum())
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        assert float(self.frozen.weight.double().sum()) == self.digest, "weights were changed"
+        loss = self.net(batch[0]).pow(2).mean().sqrt()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_difference_is_told_where_roundings_cannot_be_looked_for(by_hand: bool) -> None:
+    """The step was said not to be checked then, and ran on with slices."""
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    with pytest.raises(dpx.ParityError, match="gradients differ"):
+        make_trainer(strategy=strategy, max_epochs=1, devices=2).fit(RootOfRows(by_hand), make_loader(32, 16))
