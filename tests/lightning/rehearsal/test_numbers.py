@@ -176,6 +176,29 @@ def test_extremes_are_those_of_all_slices_though_one_had_them_by_chance(own: Any
     assert models[0].figures == models[1].figures
 
 
+class FirstRow(Model):
+    """Which may well be the largest one."""
+
+    def begin(self) -> None:
+        self.first = 0.0
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.first = float(rows[0, 0])
+
+    def kept(self) -> list[Any]:
+        return [self.first]
+
+
+def test_an_extreme_that_may_be_the_first_number_is_part_of_the_line(caplog: Any) -> None:
+    """Where all rows that there are leave both open; it was not."""
+    rows = torch.linspace(1.0, 0.1, 5)[:, None].expand(5, 8)
+    loader = DataLoader(TensorDataset(rows, torch.zeros(5, dtype=torch.long)), 5)
+    torch.manual_seed(0)
+    with caplog.at_level("INFO"):
+        make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=3, max_epochs=1).fit(FirstRow(), loader)
+    assert "kept value 'self.first' is put together as the max of slices" in caplog.text
+
+
 class CountsWhatIsNew(Model):
     """A second step on the same rows finds nothing new, and leaves the count as it is."""
 

@@ -153,7 +153,9 @@ class Comparer:
             out.skipped.append(f"{kind} {named} (random draws or roundings)")
         for found in good:
             # Rules that a user would not expect, and that may fit a few rows by chance.
-            if found.rules[0].kind in ("quadratic mean", "geometric mean", "first", "last"):
+            kinds = [rule.kind for rule in found.rules]
+            is_extreme_or_first = kinds[0] in ("max", "min") and "first" in kinds
+            if is_extreme_or_first or kinds[0] in ("quadratic mean", "geometric mean", "first", "last"):
                 out.notes.append(
                     f"{kind} {_name_of(found.path)} is put together as the {found.rules[0].kind} of slices"
                 )
