@@ -34,12 +34,17 @@ class TrialGarbage:
         try:
             yield
         finally:
-            free_garbage()
-            with self._lock:
-                self._num_trials -= 1
-                if not self._num_trials and self._sets_aside:
-                    self._sets_aside = False
-                    gc.unfreeze()
+            try:
+                free_garbage()
+            finally:  # also where Ctrl-C ends the search, or nothing older would ever be searched again
+                self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._num_trials -= 1
+            if not self._num_trials and self._sets_aside:
+                self._sets_aside = False
+                gc.unfreeze()
 
 
 TRIAL_GARBAGE = TrialGarbage()

@@ -1,5 +1,6 @@
 """After a trial what it has left is gone, and nothing older was searched."""
 
+import _thread
 import gc
 import weakref
 from collections.abc import Iterator
@@ -50,6 +51,24 @@ def test_what_became_garbage_before_a_trial_does_not_become_old_in_it() -> None:
         before = weakref.ref(Circle())
         with TRIAL_GARBAGE.freed():
             assert before() is None
+    finally:
+        gc.enable()
+
+
+class Interrupts(Circle):
+    """As Ctrl-C in the search that finds it."""
+
+    __del__ = staticmethod(_thread.interrupt_main)
+
+
+@pytest.mark.usefixtures("nothing_set_aside")
+def test_a_search_that_is_interrupted_leaves_nothing_aside() -> None:
+    """Everything stayed out of collections, to the end of the process."""
+    gc.disable()
+    try:
+        with pytest.raises(KeyboardInterrupt), TRIAL_GARBAGE.freed():
+            Interrupts()
+        assert gc.get_freeze_count() == 0
     finally:
         gc.enable()
 
