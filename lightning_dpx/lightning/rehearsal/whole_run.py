@@ -209,11 +209,14 @@ class WholeRun:
 
 @torch.no_grad()
 def _nudge(module: torch.nn.Module) -> None:
-    """Changes the last bit of every other number of each parameter."""
+    """Changes the last bit of every other number of each parameter, in place: there may be no room for another one."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             # Not of all of them: a norm takes a common factor out again, and all that follows is as before.
-            numbers = torch.arange(parameter.numel(), device=parameter.device).reshape(parameter.shape)
-            every_other = numbers.remainder(2).to(parameter.dtype)
+            every_other = parameter.detach()
+            for dim in reversed(range(parameter.dim())):
+                if parameter.shape[dim] > 1:
+                    every_other = every_other.transpose(0, dim)[1::2]
+                    break
             # By arithmetic, as there is no nextafter for half precision.
-            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * every_other)
+            every_other.mul_(1 + torch.finfo(parameter.dtype).eps)

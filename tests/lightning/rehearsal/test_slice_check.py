@@ -8,8 +8,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_dpx as dpx
+from lightning_dpx.torch_compat import tree_leaves
 from tests.conftest import make_loader, make_trainer
 
 
@@ -196,3 +198,34 @@ def test_a_difference_is_told_where_roundings_cannot_be_looked_for(by_hand: bool
     strategy = dpx.DPXStrategy(execution="inline", verify="raise")
     with pytest.raises(dpx.ParityError, match="gradients differ"):
         make_trainer(strategy=strategy, max_epochs=1, devices=2).fit(RootOfRows(by_hand), make_loader(32, 16))
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.num_bytes = max(self.num_bytes, leaf.nbytes)
+        return out
+
+
+def test_a_search_for_roundings_makes_no_tensor_larger_than_a_parameter() -> None:
+    """The places of all of its numbers took twice its bytes, several times over."""
+
+    class WithEmbedding(RootOfRows):
+        def __init__(self) -> None:
+            super().__init__(by_hand=False)
+            self.words = nn.Embedding(5_000, 8).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).pow(2).mean().sqrt()
+
+    model = WithEmbedding()
+    strategy = dpx.DPXStrategy(execution="inline")
+    with Largest() as largest, pytest.warns(UserWarning, match="gradients differ"):
+        make_trainer(strategy=strategy, max_epochs=1, devices=2).fit(model, make_loader(32, 16))
+    assert largest.num_bytes == model.words.weight.nbytes
