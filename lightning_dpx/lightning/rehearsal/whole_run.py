@@ -83,7 +83,7 @@ class WholeRun:
         num_steps: int = 1,
         other_first: bool = False,
         after_a_step: bool = True,
-        nudges_parameters: bool = False,
+        nudged_from: int | None = None,
         same_weights: bool = False,
         watched: AbstractContextManager[Any] | None = None,
     ) -> Observation:
@@ -95,7 +95,8 @@ class WholeRun:
             num_steps: One after the other.
             other_first: Whether the first of them draws other random numbers than those after it.
             after_a_step: Whether gradients of an earlier step are there.
-            nudges_parameters: Whether it begins at the next larger numbers.
+            nudged_from: The place from which every other number of each parameter is the next larger one; none unless
+                given.
             same_weights: Whether each step begins with the weights of the first one, and with its optimizers' states;
                 for steps by hand, which step inside.
             watched: Entered for the user's step alone.
@@ -105,9 +106,9 @@ class WholeRun:
             ParametersAppear: the step makes some.
         """
         step = self._step
-        shadow = step.make_shadow(own_parameters=nudges_parameters)
-        if nudges_parameters:
-            _nudge(shadow)
+        shadow = step.make_shadow(own_parameters=nudged_from is not None)
+        if nudged_from is not None:
+            _nudge(shadow, nudged_from)
         # Replicas of one: the step runs by the code that runs slices, so that only the cut differs.
         replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
         seen = Observation(state_before=step.state(shadow))
@@ -141,14 +142,16 @@ class WholeRun:
         step.note_draws(seen)
         return seen
 
-    def observe_nudged(self, num_rows: int, *, num_steps: int = 1) -> Observation | None:
+    def observe_nudged(self, num_rows: int, *, num_steps: int = 1, start: int = 1) -> Observation | None:
         """What :meth:`observe` tells of a step that begins at the next larger numbers; ``None`` if it does not run.
+
+        From the place ``start`` on that is every other number: a norm takes out again what all of them have in common.
 
         Weights of its own take room, a parameter of a class of the user's may refuse to be written, and a step may look
         whether weights are what it knows. Then nothing is known of roundings, and what differs is told.
         """
         try:
-            return self.observe(num_rows, num_steps=num_steps, nudges_parameters=True)
+            return self.observe(num_rows, num_steps=num_steps, nudged_from=start)
         except Exception as error:  # noqa: BLE001  whatever becomes of it, the step itself has run
             traceback.clear_frames(error.__traceback__)
             return None
@@ -208,15 +211,14 @@ class WholeRun:
 
 
 @torch.no_grad()
-def _nudge(module: torch.nn.Module) -> None:
+def _nudge(module: torch.nn.Module, start: int) -> None:
     """Changes the last bit of every other number of each parameter, in place: there may be no room for another one."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            # Not of all of them: a norm takes a common factor out again, and all that follows is as before.
             every_other = parameter.detach()
             for dim in reversed(range(parameter.dim())):
                 if parameter.shape[dim] > 1:
-                    every_other = every_other.transpose(0, dim)[1::2]
+                    every_other = every_other.transpose(0, dim)[start::2]
                     break
             # By arithmetic, as there is no nextafter for half precision.
             every_other.mul_(1 + torch.finfo(parameter.dtype).eps)
