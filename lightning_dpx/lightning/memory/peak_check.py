@@ -45,7 +45,12 @@ class PeakCheck:
         self._look()
         self._before = {}
         self._measured = []
+        self._told = set()
         self._num_steps = 0
+
+    def note_told(self, devices: Iterable[torch.device]) -> None:
+        """That these exceed their budgets is told already, and why."""
+        self._told.update(devices)
 
     def begin_step(self, devices: Iterable[torch.device]) -> None:
         """A step begins that follows plans on these devices."""
@@ -55,7 +60,6 @@ class PeakCheck:
         # The host is left out: it has the resident memory of the process only, not what its tensors take.
         self._before = {device: allocated_and_peak(device)[0] for device in devices if not is_host(device)}
         self._measured = list(self._before)
-        self._told = set()
         self._num_updates = 0
         for device in self._before:
             reset_peak_memory(device)

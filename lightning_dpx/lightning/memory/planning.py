@@ -369,14 +369,17 @@ class MemoryPlanning:
         """
         if self.budgets.given is None or not self._confirmation.begin_step():
             return
-        if not self._lacks_room(replicas, slices, static(slices)):
+        if not self._lacking(replicas, slices, static(slices)):
             return
         gc.collect()  # what is there in circles only is no reason
         held = static(slices)
-        if self._lacks_room(replicas, slices, held):
-            self._plan_for_less(replicas, slices, held)
+        lacking = self._lacking(replicas, slices, held)
+        if lacking:
+            self._plan_for_less(replicas, slices, held, lacking)
 
-    def _lacks_room(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory) -> bool:
+    def _lacking(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory) -> list[torch.device]:
+        """The devices that no longer have the room that their plans count on."""
+        lacking = []
         for device in by_device(slices):
             # The limit of a budget that is "auto" is read again here: it is what is free by now.
             limit = self.budgets.limit(device, replicas.devices)
@@ -385,10 +388,12 @@ class MemoryPlanning:
                 continue
             # What a reduction keeps for its next is among what is there, and would count twice.
             if self._confirmation.is_first or (not held.moving.get(device) and is_worth_telling(needed, limit)):
-                return True
-        return False
+                lacking.append(device)
+        return lacking
 
-    def _plan_for_less(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory) -> None:
+    def _plan_for_less(
+        self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory, lacking: Sequence[torch.device]
+    ) -> None:
         self._take_off(replicas)
         try:
             self._plan(replicas, slices, held, {}, "; made anew, as less room is left than was planned for")
@@ -397,10 +402,11 @@ class MemoryPlanning:
                 raise
             # A run that has trained is not ended by what one device has room for.
             self._confirmation.stop()
+            self._peaks.note_told(lacking)
             notes = " ".join(getattr(error, "__notes__", []))
             rank_zero_warn(
                 "dpx: more is kept between steps than when memory was planned, as by callbacks and hooks that make "
-                f"copies, so steps exceed memory_budget: {error} {notes}"
+                f"copies, so steps exceed memory_budget on {', '.join(map(str, lacking))}: {error} {notes}"
             )
         finally:
             self._put_on(replicas)
