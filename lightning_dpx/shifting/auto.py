@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_dpx.activations import Activation
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.units import MIB, format_mib
+from lightning_dpx.units import format_mib
 
 MARGIN = 0.05  # of the free bytes, left for what no trace sees: workspaces, fragmentation
 
@@ -119,8 +119,8 @@ def choose_parts(
         return [part.name for part in parts[len(parts) - best.num_shifted :]], (best.source, best.target)
     raise ConfigurationError(
         f"shifts='auto' found no cut that fits: with the last {best.num_shifted} of {len(parts)} parts shifted the "
-        f"devices need {best.source / MIB:.0f} and {format_mib(best.target, 0)} and have {room[0] / MIB:.0f} and "
-        f"{room[1] / MIB:.0f}. Use a smaller batch, or more devices."
+        f"devices need {format_mib(best.source, 0)} and {format_mib(best.target, 0)} and have "
+        f"{format_mib(room[0], 0)} and {format_mib(room[1], 0)}. Use a smaller batch, or more devices."
     )
 
 

@@ -18,6 +18,9 @@ def test_the_fewest_last_parts_are_chosen() -> None:
     assert (source, target) == (71, 34)
     with pytest.raises(dpx.ConfigurationError, match="found no cut that fits"):
         choose_parts(parts, 5, (20, 20))
+    figures = "need 16 MiB and 304 KiB and have 30 KiB and 243 KiB"  # each in a unit of its own
+    with pytest.raises(dpx.ConfigurationError, match=figures):
+        choose_parts([Part("last", 2**14, 2**16)], 2**24, (2**15, 2**18))
 
 
 def test_what_modules_keep_grows_with_the_rows_as_in_two_traces() -> None:

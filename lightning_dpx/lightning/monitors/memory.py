@@ -34,7 +34,7 @@ from lightning_dpx.lightning.monitors.report import (
     planned_activations,
 )
 from lightning_dpx.lightning.strategy import DPXStrategy
-from lightning_dpx.units import GIB, MIB, format_mib
+from lightning_dpx.units import GIB, format_mib
 
 
 class DeviceMemoryMonitor(Callback):
@@ -243,8 +243,8 @@ class DeviceMemoryMonitor(Callback):
         if full and device not in self._warned:
             self._warned.add(device)
             warnings.warn(
-                f"{device} is nearly full: a step's peak was {peak / MIB:.0f} of {format_mib(total, 0)}. A smaller "
-                "batch, DPXStrategy(memory_budget='auto') or DPXStrategy(shifts='auto') leave more room.",
+                f"{device} is nearly full: a step's peak was {format_mib(peak, 0)} of {format_mib(total, 0)}. A "
+                "smaller batch, DPXStrategy(memory_budget='auto') or DPXStrategy(shifts='auto') leave more room.",
                 stacklevel=2,
             )
 
