@@ -26,8 +26,9 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
 NEEDS_SIMULATION = {"simulated_devices", "shifts"}
 
-# Lightning calls what jsonargparse has deprecated, and advises on loaders.
+# Lightning calls what jsonargparse has deprecated, and advises on loaders; the digits have batch norms.
 pytestmark = [
+    pytest.mark.filterwarnings("default:dpx. the step is planned in one piece"),
     pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     pytest.mark.filterwarnings("default::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
