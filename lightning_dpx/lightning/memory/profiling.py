@@ -148,8 +148,7 @@ def _profile_slice(
     # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-    finally:
-        free_garbage()  # a stand-in and its gradients refer to each other in circles
+    free_garbage()  # a stand-in and its gradients refer to each other in circles
     # A line needs two profiles, on two rows at the least: batch norm does not train on one.
     if batch_slice.num_rows < _FEWEST_ROWS:
         raise PlanError(
@@ -176,8 +175,7 @@ def _profile_slice(
             traceback.clear_frames(error.__traceback__)
         else:
             return extrapolate(few, more, rows, batch_slice.num_rows)
-        finally:
-            free_garbage()
+        free_garbage()
     raise PlanError(
         f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
         "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with "
