@@ -25,7 +25,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 ROLL_CALL_SECONDS = 3.0  # how long everyone has to answer
 _POLL_SECONDS = 0.2
-_HEARD_SECONDS = 1.0  # rank 0 keeps the store, and may end as soon as it has found out
+_HEARD_SECONDS = 10.0  # rank 0 keeps the store, and may end as soon as all have heard what it has found out
+_STOP_SECONDS = 1.0
 _WAITS = "waits"
 _waiting: set[CodeType] = set()  # functions in which a process waits for the others
 
@@ -72,7 +73,7 @@ class RollCall:
     def stop(self) -> None:
         """No more answers from this process."""
         self._ended.set()
-        self._thread.join(_HEARD_SECONDS)  # where the store does not answer, it may not come
+        self._thread.join(_STOP_SECONDS)  # where the store does not answer, it may not come
         atexit.unregister(self.stop)
 
     def declare_failed(self, error: BaseException) -> None:
@@ -118,6 +119,8 @@ class RollCall:
             # words.
             told = self._asking.compare_set(self._key("verdict"), "", json.dumps(found))
             self._verdict = _read(told)
+            # It may end before its thread says so, and the others would wait for that.
+            self._asking.set(self._key("heard", self._rank), "yes")
             # Where this process keeps the store, the others lose it together with this process.
             self._wait_until_heard([rank for rank in others if rank not in self._verdict])
         return self._verdict
