@@ -41,8 +41,10 @@ class EvaluationFlow:
         if session.memory.cuts_evaluation(name, args, kwargs) and session.strategy.session is not session:
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         slices = session.slices.of(name, args[0])
-        while session.rehearsals.before_step(name, slices, args, kwargs):
+        is_known = False
+        while session.rehearsals.before_step(name, slices, args, kwargs, is_known=is_known):
             slices = session.slices.of(name, args[0])  # it may have to run whole, or in fewer slices
+            is_known = True
         if len(slices) == 1 and not session.has_processes:
             batch = session.given(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)

@@ -85,7 +85,7 @@ class TrainingFlow:
         # Micro-batches are other slices than those that were rehearsed, so they are
         # rehearsed as well.
         if session.memory.cuts_slices(slices, args, kwargs):
-            slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
+            slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs, is_known=True)
         session.memory.before_step(slices, args, kwargs)
         if self.runs_alone(slices):
             outputs = self._run_alone(slices[0], args, kwargs)
@@ -133,9 +133,11 @@ class TrainingFlow:
         session.end_batch(NAME, args, backward_follows=waits)
         return outputs
 
-    def rehearsed(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:
+    def rehearsed(
+        self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool = False
+    ) -> list[BatchSlice]:
         """The slices after a rehearsal, which may have found that the batch must stay whole."""
-        if self._session.rehearsals.before_step(NAME, slices, args, kwargs):
+        if self._session.rehearsals.before_step(NAME, slices, args, kwargs, is_known=is_known):
             return self._session.slices.of(NAME, args[0])
         return slices
 

@@ -362,7 +362,9 @@ class StepMemory(NoStepMemory):
         self._micro_batches.raised_to(max(numbers))
         if not session.cut_slices(numbers):
             return None
-        slices = session.training.rehearsed(session.slices.of("training_step", step.args[0]), step.args, step.kwargs)
+        slices = session.training.rehearsed(
+            session.slices.of("training_step", step.args[0]), step.args, step.kwargs, is_known=True
+        )
         recut = StepInput(slices, step.args, step.kwargs)
         self._step = recut
         if self._micro_batches.is_left:

@@ -91,8 +91,10 @@ class ReplicaMetrics:
     Args:
         module: The user's module.
         number: Whether a number that each replica gives is a ``"mean"`` over its rows or part of a ``"sum"``.
+        searches: Whether the module may lead to metrics as it is.
 
     Attributes:
+        modules: The submodules at the last look.
         named: The metrics by path, nested ones, too.
         dim: The batch dim to look for first in what metrics are given.
         separate: Why, in the last step, calls were made once per replica, as one device would not have made them.
@@ -101,12 +103,12 @@ class ReplicaMetrics:
         gives_slices: Whether ``forward`` gives each replica the value of its own slice.
     """
 
-    def __init__(self, module: nn.Module, number: str = "mean") -> None:
+    def __init__(self, module: nn.Module, number: str = "mean", *, searches: bool = True) -> None:
         self._module = module
         self._number = number
         self.dim = 0
         self._routes = Overrides()
-        self._known: Sequence[nn.Module] = ()
+        self.modules: Sequence[nn.Module] = ()
         self._rules: dict[tuple[int, str], JoinRules] = {}
         self._step: _Step | None = None
         self._announced: set[str] = set()
@@ -115,7 +117,8 @@ class ReplicaMetrics:
         self.example: CallLog | None = None
         self.gives_slices = False
         self._of_slices = SliceMetrics()
-        self.find()
+        if searches:
+            self.find()
 
     def __bool__(self) -> bool:
         return bool(self.named)
@@ -127,8 +130,8 @@ class ReplicaMetrics:
     def refresh(self, modules: Sequence[nn.Module]) -> None:
         """Looks again if the module's submodules, a list that stays the same otherwise, are not those of before."""
         # To look for metrics walks everything that the module leads to.
-        if modules is not self._known:
-            self._known = modules
+        if modules is not self.modules:
+            self.modules = modules
             self.find()
 
     def is_whole(self, value: Any) -> bool:
@@ -380,10 +383,9 @@ class CallLog:
 
 
 @contextmanager
-def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
-    """Notes every call of the outermost metrics of ``module``, which go on as always."""
+def recorded_calls(metrics: Mapping[str, nn.Module]) -> Iterator[CallLog]:
+    """Notes every call of the outermost of ``metrics``, given by path, which go on as always."""
     log = CallLog()
-    metrics = reachable(module, KINDS)
     depth = [0]
     counts: dict[tuple[str, str], int] = {}
     routes = Overrides()
@@ -402,7 +404,7 @@ def recorded_calls(module: nn.Module) -> Iterator[CallLog]:
         finally:
             depth[0] -= 1
 
-    for path, metric in metrics:
+    for path, metric in metrics.items():
         for method in ("update", "forward"):
             own = getattr(metric, method)
             routes.set(metric, method, _Routed(metric, method, partial(route, path, own)))

@@ -53,6 +53,11 @@ class FewRows:
         second = max(2 if most >= 4 else 1, (most - 1) // 2)
         return most - second, second
 
+    def taken(self) -> tuple[int, tuple[int, ...]]:
+        """Which rows are taken as they are few: those before them, and how many each slice has."""
+        sizes = self.unequal_sizes(1)
+        return self._num_before(sizes), sizes
+
     @property
     def real_sizes(self) -> tuple[int, ...]:
         """How many rows each slice has in a step of the run."""
@@ -74,13 +79,16 @@ class FewRows:
         # All rows: a batch that cannot be cut can be run as one device does.
         if not rest and len(sizes) == 1:
             return [batch]
-        # By parts of what is left, so that any batch has such rows, however many it has.
-        skipped = int(self.skipped * rest)
+        skipped = self._num_before(sizes)
         every = [skipped, *sizes, rest - skipped]
         # Slicers of the user are never asked for empty parts.
         parts: list[Any] = self._replicas.slicer.read(batch).cut([size for size in every if size])
         first = 1 if skipped else 0
         return parts[first : first + len(sizes)]
+
+    def _num_before(self, sizes: tuple[int, ...]) -> int:
+        # By parts of what is left, so that any batch has such rows, however many it has.
+        return int(self.skipped * (self._num_rows - sum(sizes)))
 
     def _own(self, rows: Any) -> Any:
         """A step may write its batch in place; the real one must find what the loader gave."""

@@ -255,10 +255,15 @@ class Rehearsal:
             # whatever becomes of these.
             with suppress(NotRehearsed, SlicesFail, ParametersAppear, torch.OutOfMemoryError):
                 outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
+        looked_at = {self._rows.taken()}
         for part in _OTHER_PARTS:
             # Asked each time, as every further look may leave one rule only.
-            if outcome.is_ambiguous:
-                self._rows.skipped = part
+            if not outcome.is_ambiguous:
+                break
+            self._rows.skipped = part
+            # A small batch has not as many other rows.
+            if self._rows.taken() not in looked_at:
+                looked_at.add(self._rows.taken())
                 with suppress(NotRehearsed, SlicesFail, ParametersAppear):
                     outcome = self._refine(outcome, self._on_rows(1))
         return outcome

@@ -91,9 +91,22 @@ class Rehearsals:
             yield
 
     def before_step(
-        self, name: str, slices: Sequence[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        slices: Sequence[BatchSlice],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_known: bool = False,
     ) -> bool:
         """Rehearses the step, if it is the first one on several replicas; looks again at some later ones.
+
+        Args:
+            name: Of the step.
+            slices: Of its batch.
+            args: What Lightning calls it with.
+            kwargs: Likewise.
+            is_known: Whether this batch has come by here already, and was cut otherwise since.
 
         Returns whether the batch may have to be cut in another way now.
 
@@ -103,7 +116,8 @@ class Rehearsals:
         idx = args[2] if name != "training_step" and len(args) > 2 else 0
         key = name, idx
         # By loader: each may give batches of another kind, which a step treats by dataloader_idx.
-        self._follow_recurrence(key)
+        if not is_known:
+            self._follow_recurrence(key)
         is_open = key not in self._done or self._is_outdated(key)
         rehearses = is_open and len(slices) > 1 and self._verify != "off"
         if rehearses:
@@ -116,7 +130,7 @@ class Rehearsals:
             with self._trial():
                 rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif key in self._found and len(slices) > 1 and not self._lacks_room(name):
-            if self._spot_checks.is_due(key):
+            if not is_known and self._spot_checks.is_due(key):
                 with self._trial():
                     rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:

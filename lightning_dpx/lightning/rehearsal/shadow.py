@@ -29,14 +29,15 @@ from lightning_dpx.lightning.lightning_compat import (
     trainer_of,
     wrap_optimizer,
 )
-from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
 from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
 from lightning_dpx.lightning.rehearsal.real_module import RealModule
 from lightning_dpx.lightning.rehearsal.run_draws import RunDraws
 from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
-from lightning_dpx.python_objects.preserve import advance
+from lightning_dpx.python_objects.preserve import advance, held_generators
 from lightning_dpx.python_objects.process_settings import SettingsWatch
+from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.replicate import like_parameter
@@ -53,6 +54,9 @@ class Guest:
         module: The real module.
         replicas: The real ones, whose parameters shadows share.
         devices: Those with random generators.
+
+    Attributes:
+        has_metrics: Whether the module leads to any.
     """
 
     def __init__(
@@ -67,7 +71,11 @@ class Guest:
         # Of all replicas: shadows of each share the parameters of the replica on their device.
         self._shared = SharedParameters(shared, list(module.named_buffers()))
         self._devices = devices
-        self._start = GeneratorStates(self._devices, [module])
+        # To look for either walks all that the module leads to. Shadows are copies, so where it leads to none, they do
+        # not either.
+        self._generators = held_generators([module])
+        self.has_metrics = bool(reachable(module, KINDS))
+        self._start = GeneratorStates(self._devices, generators=self._generators)
         self.draws: RunDraws = RunDraws(self._start)  # of the last run
         self.surroundings: Surroundings = Surroundings(trainer, module)
         self.real_module: RealModule = RealModule(module, shared, self._shared)
@@ -132,7 +140,7 @@ class Guest:
             # After the common start, so that other numbers are the same
             # others in each process and run.
             advance([shadow])
-        self.draws = RunDraws(GeneratorStates(self._devices, [shadow]))
+        self.draws = RunDraws(self._states_now(shadow))
         # The dispatch mode sees writes by operators only.
         places = _places_of(shadow)
         try:
@@ -154,7 +162,10 @@ class Guest:
     def draw_as_other_runs(self, shadow: nn.Module) -> None:
         """The steps of this run that are left draw the numbers of other runs, although it has begun with others."""
         self._start.restore()
-        self.draws.start = GeneratorStates(self._devices, [shadow])
+        self.draws.start = self._states_now(shadow)
+
+    def _states_now(self, shadow: nn.Module) -> GeneratorStates:
+        return GeneratorStates(self._devices, [shadow] if self._generators else ())
 
     @contextmanager
     def in_step(self, stage: str) -> Iterator[None]:

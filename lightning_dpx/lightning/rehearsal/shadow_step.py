@@ -117,11 +117,12 @@ class ShadowStep:
         """Replicas of a shadow, which run under the guest's eyes."""
         # A rehearsal is of this process alone, and ends long before replicas could drift apart.
         options = {"beyond": None, "check_every": 0, **changes}
-        metrics = ReplicaMetrics(shadow, number=self.strategy.options.number_rule)
+        metrics = ReplicaMetrics(shadow, number=self.strategy.options.number_rule, searches=self.guest.has_metrics)
         replicas = new_replicas(self.strategy, shadow, devices, metrics, ShadowReplicas, **options)
         assert isinstance(replicas, ShadowReplicas), "that kind was requested for"
         replicas.metrics = metrics
         metrics.dim = replicas.output_dim
+        metrics.modules = replicas.root.modules
         replicas.guest = self.guest
         replicas.saves_on_host = self.saves_on_host
         # The first replica is the shadow itself, which has its Trainer.

@@ -22,13 +22,13 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
 )
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import ParametersAppear
+from lightning_dpx.lightning.rehearsal.shadow import ShadowReplicas
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep, forget_gradients, logged_value, recording
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import (
     BatchSlice,
     ListWatch,
     MergeRules,
-    ReplicaSet,
     changed_numbers,
     find_lists,
     numbers_of,
@@ -159,7 +159,7 @@ class WholeRun:
     def _observe_step(
         self,
         shadow: Any,
-        replicas: ReplicaSet,
+        replicas: ShadowReplicas,
         num_rows: int,
         seen: Observation,
         watched: AbstractContextManager[Any] | None,
@@ -175,7 +175,10 @@ class WholeRun:
         lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
         numbers = numbers_of(own_attributes_of(shadow))
         on_parameters = attributes_of_parameters(shadow.named_parameters())
-        with step.context(), recorded_calls(shadow) as seen.metric_calls, watched or nullcontext():
+        replicas.root.refresh()
+        replicas.metrics.refresh(replicas.root.modules)  # the step before may have made some
+        calls = recorded_calls(replicas.metrics.named)
+        with step.context(), calls as seen.metric_calls, watched or nullcontext():
             call = partial(self._call, log, writes)
             seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
         # By hand its backward lies inside of it.

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import random
 import re
 import warnings
@@ -1806,3 +1807,25 @@ def test_a_step_by_hand_is_checked_whatever_its_optimizer_refuses(hardware: str,
     make_trainer(max_epochs=1).fit(other, make_loader())
     assert "dpx: checked on" in caplog.text
     torch.testing.assert_close(model.last.cpu(), other.last)
+
+
+class NearlyConstant(Model):
+    """Of its rows any kind of mean is the same: more rows show no more."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        os.write(self.hparams.counter, b".")  # outside of the process: no rehearsal puts it back
+        self.log("score", 1 + 1e-4 * batch[0].mean())
+
+
+def test_no_rows_are_looked_at_twice() -> None:
+    read, write = os.pipe()
+    model = NearlyConstant()
+    model.hparams.counter = write
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    rows = TensorDataset(torch.randn(6, 8), torch.randint(0, 3, (6,)))
+    trainer.validate(model, DataLoader(rows, batch_size=6), verbose=False)
+    os.close(write)
+    with open(read, "rb") as calls:
+        # On rows 0 to 4, on all, on rows 1 to 5 and on 0 to 4 cut the other way, each whole and in two slices; and two
+        # slices of the step itself.
+        assert len(calls.read()) == 4 * 3 + 2
