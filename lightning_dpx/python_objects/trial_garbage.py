@@ -20,13 +20,13 @@ class TrialGarbage:
         self._lock = threading.Lock()
         self._num_trials = 0
         self._sets_aside = False
+        self._leaves_aside = False
 
     @contextmanager
     def freed(self) -> Iterator[None]:
         """What is made in here, and held by nothing but itself in the end, is freed."""
         with self._lock:
-            # Whoever has set objects aside himself has made searches short, and wants them to stay there.
-            if not self._num_trials and not gc.get_freeze_count():
+            if not self._num_trials and not self._is_left_aside():
                 self._sets_aside = True
                 gc.collect(1)  # all that is set aside is taken for long-lived afterwards
                 gc.freeze()
@@ -38,6 +38,12 @@ class TrialGarbage:
                 free_garbage()
             finally:  # also where Ctrl-C ends the search, or nothing older would ever be searched again
                 self._end()
+
+    def _is_left_aside(self) -> bool:
+        """Whether somebody else has set objects aside: he has made searches short, and wants them to stay there."""
+        # They are counted one by one, for as long as a search would take; so that is asked until there are some.
+        self._leaves_aside = self._leaves_aside or gc.get_freeze_count() > 0
+        return self._leaves_aside
 
     def _end(self) -> None:
         with self._lock:

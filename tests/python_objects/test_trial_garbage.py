@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_dpx.python_objects.trial_garbage import TRIAL_GARBAGE
+from lightning_dpx.python_objects.trial_garbage import TrialGarbage
 
 
 class Circle:
@@ -30,8 +30,9 @@ def nothing_set_aside() -> Iterator[None]:
 def test_what_a_trial_leaves_is_freed_without_a_search_of_what_was_there() -> None:
     kept = [Circle() for _ in range(100)]
     searched = []
-    with TRIAL_GARBAGE.freed():
-        with TRIAL_GARBAGE.freed():
+    garbage = TrialGarbage()
+    with garbage.freed():
+        with garbage.freed():
             inner = weakref.ref(Circle())
         assert inner() is None
         outer = weakref.ref(Circle())
@@ -49,7 +50,7 @@ def test_what_became_garbage_before_a_trial_does_not_become_old_in_it() -> None:
     gc.disable()
     try:
         before = weakref.ref(Circle())
-        with TRIAL_GARBAGE.freed():
+        with TrialGarbage().freed():
             assert before() is None
     finally:
         gc.enable()
@@ -68,7 +69,7 @@ def test_a_search_that_is_interrupted_leaves_nothing_aside() -> None:
     callbacks = gc.callbacks.copy()
     gc.callbacks.clear()  # one in Python would be where it arrives, and swallow it
     try:
-        with pytest.raises(KeyboardInterrupt), TRIAL_GARBAGE.freed():
+        with pytest.raises(KeyboardInterrupt), TrialGarbage().freed():
             Interrupts()
         assert gc.get_freeze_count() == 0
     finally:
@@ -79,6 +80,6 @@ def test_a_search_that_is_interrupted_leaves_nothing_aside() -> None:
 def test_what_the_user_has_set_aside_stays_so() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    with pytest.raises(ValueError, match="of the step"), TRIAL_GARBAGE.freed():
+    with pytest.raises(ValueError, match="of the step"), TrialGarbage().freed():
         raise ValueError("of the step")
     assert gc.get_freeze_count() > count // 2, "but for what has gone by itself meanwhile"
