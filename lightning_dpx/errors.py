@@ -19,6 +19,7 @@ names the replica, its device and the stage.
 """
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -225,3 +226,12 @@ class BudgetError(PlanError, torch.OutOfMemoryError):
 
 class BenchError(DPXError, RuntimeError):
     """A job of a bench ended before it reported."""
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of ``names``, and how many are left: ``a, b, c and 4 more``."""
+    listed = ", ".join(names[:most])
+    left = len(names) - most
+    if left > 0:
+        return f"{listed} and {left} more"
+    return listed

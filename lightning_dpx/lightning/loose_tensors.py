@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_NAMED = 3
+from lightning_dpx.errors import some_of
 
 
 class LooseTensors:
@@ -41,9 +41,9 @@ class LooseTensors:
 
 def reason_and_advice(names: Sequence[str]) -> tuple[str, str]:
     """Why a step whose optimizers change these tensors gets its batches whole, and what to do about it."""
-    named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     return (
-        f"Its optimizers change tensors that are no parameters of the module ({named}), so that no replica has them.",
+        f"Its optimizers change tensors that are no parameters of the module ({some_of(names)}), so that no replica "
+        "has them.",
         "Make them nn.Parameter, and keep submodules in nn.ModuleList or nn.ModuleDict.",
     )
 

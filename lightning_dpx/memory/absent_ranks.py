@@ -15,10 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
-from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.errors import ConfigurationError, UnsupportedError, some_of
 from lightning_dpx.torch_compat import fake_store, is_traceable_wrapper_subclass
-
-_NAMED = 3  # of what is missing, in an error
 
 
 @contextmanager
@@ -70,10 +68,9 @@ def shard_units(module: nn.Module, patterns: Sequence[str], mesh: Any) -> None:
         fully_shard(module.get_submodule(path), mesh=mesh)
     left = [name for name, one in module.named_parameters() if not is_traceable_wrapper_subclass(one)]
     if left:
-        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         holder = left[0].rpartition(".")[0] or "."
         raise ConfigurationError(
-            f"{', '.join(left[:_NAMED])}{more} are in no unit of --shard-units; every rank would have them whole, and "
+            f"{some_of(left)} are in no unit of --shard-units; every rank would have them whole, and "
             f"their gradients would not be averaged. Name what holds them as well, such as --shard-units {holder}."
         )
 

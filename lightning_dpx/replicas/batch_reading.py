@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from lightning_dpx.errors import SliceError
+from lightning_dpx.errors import SliceError, some_of
 from lightning_dpx.replicas.array_slices import cut_array, is_array, shape_of, shape_of_row, spans
 from lightning_dpx.replicas.containers import (
     children_of,
@@ -367,7 +367,7 @@ def _complaint(reading: BatchReading, total: int | None, doubtful: list[Input]) 
     for found in reading.counted:
         by_rows.setdefault(found.num_rows, []).append(found)
     if len(by_rows) > 1 or (total is not None and any(rows != total for rows in by_rows)):
-        sentences = [f"{_listed(inputs)}: {rows}" for rows, inputs in by_rows.items()]
+        sentences = [f"{some_of(list(map(str, inputs)), MOST_NAMED)}: {rows}" for rows, inputs in by_rows.items()]
         reasons.append(f"Its inputs do not agree on the number of rows: {'; '.join(sentences)}.")
         # The inputs at fault are those that differ from the most.
         usual = total if total is not None else max(by_rows, key=lambda rows: len(by_rows[rows]))
@@ -465,12 +465,6 @@ def _failure(reading: BatchReading, found: Input, error: Exception) -> Uncuttabl
     why = f"{found} cannot be cut ({type(error).__name__}: {error})."
     kind = "failure", re.sub(r"\b\d+\b", "*", found.path), type(found.node).__name__, type(error).__name__
     return UncuttableBatch(why, _advice(reading, [found], []), kind)
-
-
-def _listed(inputs: Sequence[Input]) -> str:
-    named = [str(found) for found in inputs[:MOST_NAMED]]
-    more = len(inputs) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def _shortened(reasons: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_dpx.activations import Activation, example_run, preserve_module_state, step_on
 from lightning_dpx.arguments import check_is_module
 from lightning_dpx.devices import canonical_device, free_bytes
-from lightning_dpx.errors import ConfigurationError, UnsupportedError
+from lightning_dpx.errors import ConfigurationError, UnsupportedError, some_of
 from lightning_dpx.shifting.copies import Copies, Lent
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
 from lightning_dpx.torch_compat import (
@@ -241,20 +241,15 @@ def choose_modules(module: nn.Module, activations: Names) -> list[str]:
         if not path:
             raise ConfigurationError(
                 f"activations names {pattern!r}, what {type(module).__name__}'s own code keeps; only submodules can be "
-                f"chosen: {_some(names)}."
+                f"chosen: {some_of(names, 10)}."
             )
         matching = [name for name in names if fnmatchcase(name, path)]
         if not matching:
             near = difflib.get_close_matches(path, names, n=3, cutoff=0.3)
-            found = f"the nearest are: {', '.join(near)}" if near else f"there are: {_some(names)}"
+            found = f"the nearest are: {', '.join(near)}" if near else f"there are: {some_of(names, 10)}"
             raise ConfigurationError(f"activations names {pattern!r}, which matches no submodule; {found}.")
         chosen.update(matching)
     return [name for name in names if name in chosen and not _has_ancestor(name, chosen)]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
 
 
 def _has_ancestor(name: str, chosen: set[str]) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-_MOST_NAMES = 3
+from lightning_dpx.errors import some_of
 
 
 class TrainedParameters:
@@ -45,9 +45,7 @@ class TrainedParameters:
     def explain(self, error: BaseException) -> None:
         """Names in the refusal of a budget what has come to be trained since there was a plan."""
         if self._unplanned:
-            more = len(self._unplanned) - _MOST_NAMES
-            others = f" and {more} more" if more > 0 else ""
             error.add_note(
-                f"The plans of before were for a step that trained less: {', '.join(self._unplanned[:_MOST_NAMES])}"
-                f"{others} were unfrozen since, and get gradients and states of optimizers."
+                f"The plans of before were for a step that trained less: {some_of(self._unplanned)} were unfrozen "
+                "since, and get gradients and states of optimizers."
             )

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, Observation
-from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, and_more, short
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, short
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, keyed_items, matching_items
 from lightning_dpx.replicas.merging.equality import compare_trees, describe
 from lightning_dpx.replicas.merging.rule_search import Finding
@@ -103,8 +104,8 @@ class Comparer:
             del wrong[name]
         if wrong:
             worst = sorted(wrong, key=lambda name: -wrong[name])
-            named = ", ".join(f"{name} by {short(wrong[name])}" for name in worst[:NAMED])
-            text = f"{len(wrong)} of {len(errors)} {kind}s differ, relatively: {and_more(named, worst)}"
+            named = some_of([f"{name} by {short(wrong[name])}" for name in worst])
+            text = f"{len(wrong)} of {len(errors)} {kind}s differ, relatively: {named}"
             out.differences.append((kind, text))
 
     def _errors(

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_dpx.errors import some_of
+
 NAMED = 3  # that many names of each kind are told; the rest is counted
 
 
@@ -39,7 +41,7 @@ class Comparison:
 
     def uses_kept(self, what: str) -> str:
         """What a second step in slices does differently because of what the first one kept, as a sentence."""
-        named = and_more(", ".join(self.kept[:NAMED]), self.kept)
+        named = some_of(self.kept)
         return f"A second step uses what the first one kept in {named}, which is of one slice: {what}."
 
     def blame_unsettled(self, path: str) -> None:
@@ -49,7 +51,7 @@ class Comparison:
 
     def blame_sums(self, names: Sequence[str]) -> None:
         """Adds attributes that steps add to, and so have the first slice's part of every step."""
-        named = and_more(", ".join(names[:NAMED]), names)
+        named = some_of(names)
         self.differences.append(("state", f"what steps add up in {named} is the first slice's part only"))
         self.kept = [name for name in self.kept if name not in names]
 
@@ -66,7 +68,7 @@ class Comparison:
         # A difference of that kind says the same, and more.
         if not self.kept or "kept" in dict(self.differences):
             return self.notes
-        named = and_more(", ".join(self.kept[:NAMED]), self.kept)
+        named = some_of(self.kept)
         return [*self.notes, f"What the step keeps in {named} is of one slice, not of the whole batch"]
 
     def line(self) -> str:
@@ -156,11 +158,3 @@ def short(value: float) -> str:
         return str(value)
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def and_more(named: str, all_of_them: Sequence[str]) -> str:
-    """The names that are told, and how many are not."""
-    left = len(all_of_them) - NAMED
-    if left > 0:
-        return f"{named} and {left} more"
-    return named
