@@ -43,3 +43,9 @@ class OddError(Exception):
 def test_an_error_that_cannot_be_printed_is_described_all_the_same() -> None:
     assert errors.describe_error(ValueError("x")) == "ValueError: x"
     assert errors.describe_error(OddError()) == "OddError (its __str__ fails with ZeroDivisionError)"
+
+
+def test_few_names_are_told_and_the_others_counted() -> None:
+    assert errors.some_of(["a", "b"]) == "a, b"
+    assert errors.some_of(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert errors.some_of(["a", "b", "c"], most=2) == "a, b and 1 more"

@@ -361,35 +361,7 @@ class Rehearsal:
 
     def _with_slices(self, whole: Observation, sizes: tuple[int, ...]) -> Outcome:
         """What is found beside what one device has done."""
-        reached = self._step.guest.real_module.reached
-        if reached:
-            raise SlicesFail(
-                f"It changes {', '.join(reached[:3])} of the module itself, to which something outside of it leads (a "
-                "global, a class, an object that has kept it, code compiled by torch.jit), and every slice would, "
-                "instead of its own.",
-                "For all devices to take part, go by self.",
-            )
-        # By hand, optimizers write parameters inside of the step, as they should.
-        if self._step.guest.written and not self._step.by_hand:
-            raise writes_parameters(self._step.guest.written)
-        # By hand, slices hear of it when they ask for one.
-        if whole.keeps_graph:
-            raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")
-        if whole.set_on_parameters:
-            names = ", ".join(whole.set_on_parameters[:3])
-            raise SlicesFail(
-                f"It, or its backward, sets attributes of parameters ({names}), which in slices are of the rows of a "
-                "slice, and what reads them, such as an optimizer, finds those of the first replica alone.",
-                "For all devices to take part, keep on parameters what an optimizer or a hook between steps sets.",
-            )
-        if whole.read_back:
-            names = ", ".join(map(repr, sorted(whole.read_back)))
-            raise SlicesFail(
-                f"It reads {names} in the Trainer's metrics after it has logged it, and slices log together when all "
-                "of them have ended.",
-                "For all devices to take part, use the value itself, or read it in on_train_batch_end.",
-            )
-        self._refuse_other_logs()
+        self._refuse_what_slices_cannot_do(whole)
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
         except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
@@ -422,6 +394,42 @@ class Rehearsal:
             is_look=self._looks_again,
         )
         return check.outcome(judge, sliced)
+
+    def _refuse_what_slices_cannot_do(self, whole: Observation) -> None:
+        """Looks at what one device has done for what is of the whole batch.
+
+        Raises:
+            SlicesFail: it has done such a thing.
+        """
+        reached = self._step.guest.real_module.reached
+        if reached:
+            raise SlicesFail(
+                f"It changes {', '.join(reached[:3])} of the module itself, to which something outside of it leads (a "
+                "global, a class, an object that has kept it, code compiled by torch.jit), and every slice would, "
+                "instead of its own.",
+                "For all devices to take part, go by self.",
+            )
+        # By hand, optimizers write parameters inside of the step, as they should.
+        if self._step.guest.written and not self._step.by_hand:
+            raise writes_parameters(self._step.guest.written)
+        # By hand, slices hear of it when they ask for one.
+        if whole.keeps_graph:
+            raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")
+        if whole.set_on_parameters:
+            names = ", ".join(whole.set_on_parameters[:3])
+            raise SlicesFail(
+                f"It, or its backward, sets attributes of parameters ({names}), which in slices are of the rows of a "
+                "slice, and what reads them, such as an optimizer, finds those of the first replica alone.",
+                "For all devices to take part, keep on parameters what an optimizer or a hook between steps sets.",
+            )
+        if whole.read_back:
+            names = ", ".join(map(repr, sorted(whole.read_back)))
+            raise SlicesFail(
+                f"It reads {names} in the Trainer's metrics after it has logged it, and slices log together when all "
+                "of them have ended.",
+                "For all devices to take part, use the value itself, or read it in on_train_batch_end.",
+            )
+        self._refuse_other_logs()
 
     def _refuse_other_logs(self) -> None:
         """Raises where one device has logged what no slice can be asked for.

@@ -103,23 +103,35 @@ class SlicedRun:
                 step.leave_gradients(training.owner_parameters)
                 training.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
-                merged_log = StepLog(replace(slices[0], num_rows=sum(sizes)))
                 with step.pointing_at(shadow, session, rules, optimizers):
-                    # A batch of its own, which nothing but these writes has touched.
-                    writes = step.watch_batch(self._rows.whole(sum(sizes)))
-                    session.batch_writes = writes
-                    with recording(merged_log, shadow):
-                        final = self._forward(session, slices)
-                    # Before anything is compared: what failed is a reason, and not a difference.
-                    self._check_left_whole(session.whole_batches)
-                    seen.logged = {path_of(key): logged_value(*entry) for key, entry in merged_log.entries.items()}
-                    step.note_writes(writes, replicas, rules, seen)
-                    step.finish(seen, final, shadow, training.owner_parameters, training)
+                    self._observe_step(session, slices, seen)
         step.note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
         # Over all runs of a rehearsal: one that waited is enough to hold all micro-batches at once.
         self.has_waited |= replicas.has_met
         return judge, seen
+
+    def _observe_step(self, session: "Session", slices: list[BatchSlice], seen: Observation) -> None:
+        """One step of ``observe``, by the rules that its training step has; ``seen`` is then of this step.
+
+        Raises:
+            SlicesFail: the step itself has found that it cannot be run in slices.
+        """
+        step = self._step
+        training = session.step
+        shadow = session.module
+        num_rows = sum(one.num_rows for one in slices)
+        merged_log = StepLog(replace(slices[0], num_rows=num_rows))
+        # A batch of its own, which nothing but these writes has touched.
+        writes = step.watch_batch(self._rows.whole(num_rows))
+        session.batch_writes = writes
+        with recording(merged_log, shadow):
+            final = self._forward(session, slices)
+        # Before anything is compared: what failed is a reason, and not a difference.
+        self._check_left_whole(session.whole_batches)
+        seen.logged = {path_of(key): logged_value(*entry) for key, entry in merged_log.entries.items()}
+        step.note_writes(writes, session.replicas, training.rules, seen)
+        step.finish(seen, final, shadow, training.owner_parameters, training)
 
     def _replicas_of(self, shadow: Any) -> Any:
         """Replicas like the real ones: on their devices, cut into as many, shifted alike."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison, and_more, short
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison, short
 
 
 def comparison() -> Comparison:
@@ -55,8 +55,3 @@ def test_what_steps_keep_is_named_and_that_a_second_one_uses_it_is_a_reason() ->
 )
 def test_small_numbers_are_short(value, text) -> None:
     assert short(value) == text
-
-
-def test_few_names_are_told() -> None:
-    assert and_more("a, b", ["a", "b"]) == "a, b"
-    assert and_more("a, b, c", ["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
