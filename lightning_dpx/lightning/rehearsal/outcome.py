@@ -7,6 +7,7 @@ from typing import Any
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.replicas.merging.rule_search import Finding
+from lightning_dpx.replicas.merging.rules import MEANS
 
 
 class NotRehearsed(Exception):  # noqa: N818  the step goes on without
@@ -92,8 +93,16 @@ class Outcome:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether other rows could show more: several rules fit, of values that were not zero."""
-        return any(len(one.rules) > 1 and one.rules[0].kind != "by type" for one in self._unsure)
+        """Whether other rows could show more: several rules fit, of values that were not zero.
+
+        Where several kinds of mean fit, rows are nearly alike (losses of a network that has learned nothing yet), and
+        other rows of the batch are, too. Later batches tell them apart.
+        """
+        for one in self._unsure:
+            kinds = {rule.kind for rule in one.rules}
+            if len(one.rules) > 1 and one.rules[0].kind != "by type" and not kinds <= MEANS:
+                return True
+        return False
 
     @property
     def _unsure(self) -> list[Finding]:

@@ -9,6 +9,8 @@ Kind = Literal[
     "geometric mean", "first", "last", "by type", "added", "changes",
 ]  # fmt: skip
 
+MEANS: frozenset[Kind] = frozenset({"mean", "loss mean", "quadratic mean", "geometric mean"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
