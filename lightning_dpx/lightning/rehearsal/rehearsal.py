@@ -39,6 +39,7 @@ from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.python_objects.class_registries import class_registries
 from lightning_dpx.python_objects.identity_registries import identity_registries
+from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging.rule_search import Finding
@@ -262,10 +263,12 @@ class Rehearsal:
                 break
             self._rows.skipped = part
             # A small batch has not as many other rows.
-            if self._rows.taken() not in looked_at:
-                looked_at.add(self._rows.taken())
-                with suppress(NotRehearsed, SlicesFail, ParametersAppear):
-                    outcome = self._refine(outcome, self._on_rows(1))
+            if self._rows.taken() in looked_at:
+                continue
+            looked_at.add(self._rows.taken())
+            # What else the step does, the first rows have shown; these are only asked for their rules.
+            with suppress(NotRehearsed, SlicesFail, ParametersAppear), overridden(self, _looks_again=True):
+                outcome = self._refine(outcome, self._on_rows(1))
         return outcome
 
     def what_micro_batches_change(self, outcome: Outcome) -> str:
