@@ -24,7 +24,7 @@ from lightning_dpx.torch_compat import default_store
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 ROLL_CALL_SECONDS = 3.0  # how long everyone has to answer
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 _HEARD_SECONDS = 10.0  # rank 0 keeps the store, and may end as soon as all have heard what it has found out
 _STOP_SECONDS = 1.0
 _WAITS = "waits"
@@ -110,7 +110,7 @@ class RollCall:
                 for key in (self._key("failed", other), f"dpx/roll/{number}/{other}"):
                     if other not in answers and self._asking.check([key]):
                         answers[other] = self._asking.get(key).decode()
-            time.sleep(_POLL_SECONDS / 4)
+            time.sleep(POLL_SECONDS / 4)
         if self._verdict:
             return self._verdict
         found = _judge(others, answers)
@@ -129,10 +129,10 @@ class RollCall:
         end = time.monotonic() + _HEARD_SECONDS
         keys = [self._key("heard", rank) for rank in ranks]
         while time.monotonic() < end and not all(self._asking.check([key]) for key in keys):
-            time.sleep(_POLL_SECONDS / 4)
+            time.sleep(POLL_SECONDS / 4)
 
     def _answer(self) -> None:
-        while not self._ended.wait(_POLL_SECONDS):
+        while not self._ended.wait(POLL_SECONDS):
             try:
                 asked = self._answering.add("dpx/rolls", 0)
                 for number in range(self._answered + 1, asked + 1):

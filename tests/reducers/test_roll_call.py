@@ -54,7 +54,7 @@ def one_process(rank: int, port: int, lost: int, act: Callable[[], None], folder
     if act is asleep:
         roll_call.ROLL_CALL_SECONDS = 50.0  # everyone answers, on a busy machine a little later
         # The one that keeps the store finds out first, and long before the others have heard it.
-        roll_call._POLL_SECONDS = 0.2 if rank == 0 else 2.5
+        roll_call.POLL_SECONDS = 0.2 if rank == 0 else 2.5
     address = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group("gloo", address, timedelta(seconds=60), WORLD_SIZE, rank)
     # What starts may take long on a busy machine; that one sleeps is to be seen soon.
