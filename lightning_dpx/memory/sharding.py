@@ -15,7 +15,7 @@ moments; its wrappers are off while a step is planned, see :mod:`lightning_dpx.m
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dpx.errors import PlanError
+from lightning_dpx.errors import BudgetError, PlanError
 from lightning_dpx.memory.execute.flat_units import is_flat_unit, refill
 from lightning_dpx.memory.execute.flat_units import unwrapped as unwrapped
 from lightning_dpx.memory.execute.module_anatomy import is_sharding_hook
@@ -126,25 +126,57 @@ def plan_of_first_rank(make: Callable[[], _T]) -> _T:
     """What ``make`` gives in the first process of the default group, in all of them; without processes, here.
 
     Raises:
-        PlanError: it has failed there.
+        BudgetError: no plan meets the budget there.
+        PlanError: it has failed there for another reason.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     # One plan is for all, and the others wait until the first process sends it: so whatever
     # happens there, it sends something.
     if dist.get_rank() > 0:
-        received: list[Any] = [None, ""]
+        received: list[Any] = [None, None]
         dist.broadcast_object_list(received, src=0)
         if received[0] is None:
-            raise PlanError(received[1])
+            raise received[1].error()
         found: _T = received[0]
         return found
-    made: list[Any] = [None, "The first process was interrupted while it planned."]
+    made: list[Any] = [None, _Refusal("The first process was interrupted while it planned.")]
     try:
         made[0] = make()
         return made[0]  # type: ignore[no-any-return]
     except Exception as error:
-        made[1] = f"The first process found no plan: {error}"
+        made[1] = _Refusal.of(error)
         raise
     finally:
         dist.broadcast_object_list(made, src=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why the first process has no plan, as it travels to the others: errors with arguments of their own do not.
+
+    Attributes:
+        message: What theirs says.
+        budget: Whether no plan meets the budget. What retries with fewer rows then has to do so everywhere.
+        smallest: The bytes that could be met.
+        device_index: On which of several devices.
+    """
+
+    message: str
+    budget: bool = False
+    smallest: int | None = None
+    device_index: int = 0
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Refusal":
+        """That of ``error``."""
+        message = f"The first process found no plan: {error}"
+        if isinstance(error, BudgetError):
+            return cls(message, True, error.smallest, error.device_index)
+        return cls(message)
+
+    def error(self) -> PlanError:
+        """What the other processes raise."""
+        if self.budget:
+            return BudgetError(self.message, self.smallest, self.device_index)
+        return PlanError(self.message)

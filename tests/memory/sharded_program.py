@@ -126,8 +126,9 @@ def main(rank: int, store: str) -> None:
     found["wrapped False"] = followed(Steps(wrapped(use_orig_params=False), steps.x), plan, plan.peak)
     try:
         dpx.search_plan(steps.model, steps.x, budget=1024)
-    except dpx.PlanError as error:
+    except dpx.BudgetError as error:
         found["refusal"] = str(error)
+        found["smallest"] = error.smallest
     sys.stdout.write(f"\n{json.dumps(found)}\n")
     distributed.destroy_process_group()
 
