@@ -31,9 +31,9 @@ from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
 from lightning_dpx.memory.execute.unit_casts import UnitCasts, is_cast
 from lightning_dpx.memory.execute.unit_casts import as_taken_by as as_taken_by
-from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
+from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, reason_of, target_of
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.fake import fake_device_for
+from lightning_dpx.memory.profile.fake import NO_ANSWER, fake_device_for
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.torch_compat import (
     apply_to_tensors,
@@ -119,6 +119,14 @@ def profile_unsharded(
         way_out = "a plan that was made before fully_shard can be applied afterwards"
         if any(is_flat_unit(child) for child in module.modules()):
             way_out = "with fully_shard, one that was made before could be applied afterwards"
+        cause = error.__cause__
+        if isinstance(cause, NO_ANSWER):
+            # The error speaks of a module without numbers, and the user's has some.
+            raise PlanError(
+                f"A sharded module is planned on fake tensors, as no process has all of it, and they cannot run this "
+                f"step ({reason_of(cause)}). Take what needs numbers out of the step, such as .item(), float() and "
+                f"branches on tensors (what is logged can stay a tensor); or {way_out}."
+            ) from error
         raise PlanError(f"{error} A sharded module is planned on fake tensors; {way_out}.") from error
 
 

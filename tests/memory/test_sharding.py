@@ -167,5 +167,11 @@ def test_without_processes_a_plan_is_made_here() -> None:
 def test_a_step_that_fake_tensors_cannot_run_says_what_to_do() -> None:
     model = sharded()
     model.head.register_forward_hook(lambda module, args, output: output * output.sum().item())
-    with pytest.raises(dpx.PlanError, match="a plan that was made before fully_shard can be applied afterwards"):
+    with pytest.raises(dpx.PlanError) as raised:
         dpx.search_plan(model, torch.randn(64, WIDTH), budget=0.5)
+    message = str(raised.value)
+    assert "_local_scalar_dense" in message
+    assert "such as .item()" in message
+    assert "a plan that was made before fully_shard can be applied afterwards" in message
+    # The module is neither on the meta device nor fake, nor can a real one be given.
+    assert "meta" not in message
