@@ -39,6 +39,7 @@ from lightning_dpx.lightning.thread_choice import ThreadChoice
 from lightning_dpx.lightning.training_step import TrainingFlow
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
+from lightning_dpx.python_objects.compiled import untraced
 from lightning_dpx.reducers import Waits
 from lightning_dpx.replicas import BatchSlice, ReplicaSet, StepTimes
 from lightning_dpx.step import TrainingStep
@@ -350,7 +351,8 @@ class Session(Run):
             optimize_owners(self)
         # By hand the closure is every replica's own, and they meet for it: see manual/closures.py.
         if self.module.automatic_optimization:
-            closure = self.gradient_hooks.closure(optimizer, closure, self.replicas, self.step)
+            # Where the optimizer's step is compiled, its compiler would follow how slices are made and run.
+            closure = untraced(self.gradient_hooks.closure(optimizer, closure, self.replicas, self.step))
         if self.gradient_hooks.look_at_owners:
             with self.gradient_hooks.round_step(self.strategy.dpx_precision.wrapped):
                 result = lightnings(optimizer, closure, model, **kwargs)

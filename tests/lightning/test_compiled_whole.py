@@ -115,6 +115,58 @@ def test_replicas_of_a_compiled_module_train_as_one_device_and_compile_as_often(
     assert together.num_calls > alone.num_calls, "both replicas must have run compiled code"
 
 
+class CompiledStep(Model):
+    """Its optimizer's step is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = Counting()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...  # that of by hand would train
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.step = torch.compile(optimizer.step, backend=self.backend)
+        return optimizer
+
+
+class CompiledStepByHand(CompiledStep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+class CompiledStepOfClosure(CompiledStepByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().step(closure=lambda: self.loss_with_gradients(batch))
+
+    def loss_with_gradients(self, batch: Any) -> torch.Tensor:
+        self.optimizers().zero_grad()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", [CompiledStep, CompiledStepByHand, CompiledStepOfClosure])
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_a_compiled_step_of_an_optimizer_is_taken_once(kind: type[CompiledStep], execution: str) -> None:
+    weights = []
+    for options in ({}, {"strategy": dpx.DPXStrategy(execution=execution, verify="off"), "devices": 2}):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = kind()
+        make_trainer(**options).fit(model, make_loader(48), make_loader(48))
+        weights.append(model.state_dict())
+        assert model.backend.num_calls > 0, "the step must have run compiled code"
+    assert_equal(weights[1], weights[0])
+
+
 @pytest.mark.slow  # the compiler of the CPU's code takes half a minute
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

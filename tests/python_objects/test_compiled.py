@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dpx.python_objects.compiled import compiled_names, state_named_as_in, uncompiled
+from lightning_dpx.python_objects.compiled import compiled_names, state_named_as_in, uncompiled, untraced
 from tests.conftest import runs_eagerly
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
@@ -48,6 +49,23 @@ def test_modules_methods_and_calls_that_are_compiled_have_names() -> None:
     assert compiled_names(Layer()) == []
     model.compile(backend=backend)
     assert compiled_names(model)[0] == "the module itself"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+def test_code_that_is_compiled_leaves_alone_what_is_not_to_be_traced() -> None:
+    outer, inner = Counting(), Counting()
+    layer = torch.compile(Layer(), backend=inner)
+    x = torch.ones(2, 4)
+    hidden = untraced(lambda: layer(x).sum() + 1)
+
+    def step() -> torch.Tensor:
+        before = x * 2  # a graph of its own, as what follows breaks it
+        return before.sum() + hidden()
+
+    found = torch.compile(step, backend=outer)()
+    assert_close(found, step())
+    assert outer.num_graphs == 2, "what comes before it, and what comes after it"
+    assert inner.num_graphs == 1, "what is compiled within it stays so"
 
 
 class Watching(TorchDispatchMode):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import device_context
+from lightning_dpx.python_objects.compiled import untraced
 from lightning_dpx.replicas import CallerContext
 
 
@@ -118,7 +119,8 @@ class ClosureRounds:
     def _run(self) -> None:
         with self._caller.entered(), device_context(self._device):
             try:
-                result = self._take_step(self._closure)
+                # Where the optimizer's step is compiled, its compiler would follow the waiting as well.
+                result = self._take_step(untraced(self._closure))
             # The replica that failed raises its own error.
             except AbandonedStep:
                 return

@@ -329,10 +329,10 @@ class ManualOptimization:
             # Without a closure no thread is needed: the step is taken in the meeting itself.
             rounds = ClosureRounds(take_step, self.replicas.root.device)
             self._rounds = rounds
-            with unshifted():
+            with unshifted(), self.exchanged.plain():
                 command: Command = rounds.begin()
         else:
-            with unshifted():
+            with unshifted(), self.exchanged.plain():
                 command = StepDone(take_step(None))
         self._settle(marks)
         return self._continued(command)
@@ -340,7 +340,7 @@ class ManualOptimization:
     def _answer(self, rounds: ClosureRounds, losses: Sequence[Any]) -> Command:
         self._prepare()
         marks = self.gradients.marks()
-        with unshifted():
+        with unshifted(), self.exchanged.plain():
             command = rounds.answer(self._merged_loss(losses))
         self._settle(marks)
         return self._continued(command)

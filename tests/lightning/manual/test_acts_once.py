@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_dpx.lightning.manual.acts_once import (
     Exchanged,
+    acts_once,
     current_view,
     held_optimizers,
     plain_attribute,
@@ -53,6 +54,17 @@ def test_inside_a_replica_attributes_are_the_views_and_elsewhere_the_optimizers_
             assert plain_attribute(optimizer, "param_groups")[0]["lr"] == 0.1
     assert view.assigned == {"note": 1}
     assert not hasattr(optimizer, "note")
+    exchanged.restore()
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_for_what_happens_once_the_classes_are_their_own_for_a_while() -> None:
+    optimizer = sgd()
+    exchanged = Exchanged()
+    exchanged.add([optimizer])
+    with exchanged.plain():
+        assert type(optimizer) is torch.optim.SGD
+    assert acts_once(optimizer)
     exchanged.restore()
     assert type(optimizer) is torch.optim.SGD
 
