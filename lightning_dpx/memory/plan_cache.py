@@ -80,6 +80,7 @@ class PlanCache:
         self._where = where
         self.say = say
         self._is_broken = False
+        self._own = set[str]()  # keys of plans that were made with this cache, and are no news when they are found
 
     @property
     def is_on(self) -> bool:
@@ -193,6 +194,10 @@ class PlanCache:
 
     # ---- plans ----
 
+    def has_made(self, key: str) -> bool:
+        """Whether the plans under ``key`` are those of this run, such as one for another device of the same kind."""
+        return key in self._own
+
     def plans(self, key: str, module: nn.Module) -> tuple[list[MemoryPlan], list[int]] | None:
         """The plans of a module, and numbers kept with them; ``None`` if not for ``module``."""
         content = self.load(key)
@@ -210,6 +215,7 @@ class PlanCache:
     def keep_plans(self, key: str, plans: Sequence[MemoryPlan], numbers: Sequence[int] = ()) -> None:
         """Keeps plans for the next run."""
         if self.is_on and key:
+            self._own.add(key)
             self.save(key, {"plans": [to_mapping(plan) for plan in plans], "numbers": list(numbers)})
 
 
@@ -222,7 +228,7 @@ def found_or_planned(
     *,
     choose: Callable[[Sequence[MemoryPlan]], MemoryPlan] = itemgetter(0),
 ) -> tuple[MemoryPlan, str]:
-    """The plan for ``module``, whose step is ``profile``, and the key that it was found by; empty where it was made.
+    """The plan for ``module``, whose step is ``profile``, and the key that it was found by; empty where it is new.
 
     Args:
         cache: Where it may be.
@@ -238,6 +244,8 @@ def found_or_planned(
     key = key_of_plans([profile], planner, budget) if cache.is_on else ""
     found = cache.plans(key, module)
     if found is not None and len(found[0]) == 1:
+        if cache.has_made(key):
+            return found[0][0], ""
         return found[0][0], key
     plan = choose(plan_candidates(module, profile, budget, planner))
     cache.keep_plans(key, [plan])
