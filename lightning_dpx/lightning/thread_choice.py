@@ -31,7 +31,7 @@ class ThreadChoice:
         self.is_open: bool = False
 
     def consider(self) -> None:
-        """Whether the first step is worth a trial; says so where it is not and replicas could have run in threads."""
+        """Whether the first step is worth a trial; says why not where one replica does the work of all."""
         session = self._session
         module = session.module
         replicas = session.replicas
@@ -46,9 +46,11 @@ class ThreadChoice:
             reason = "its loss sees the whole batch"
         elif compiled:
             reason = f"compiled code cannot be watched ({', '.join(compiled[:3])})"
-        else:
-            self.is_open = replicas.partition.may_train_apart
+        elif replicas.partition.may_train_apart:
+            self.is_open = True
             return
+        else:
+            reason = replicas.partition.why_merged
         if replicas.partition.always_merged:
             session.announce_replicas(f"take their slices as one: {reason}")
 

@@ -123,6 +123,13 @@ class RowPartition:
         return self.always_merged and is_host(self.devices[0]) and 1 < len(self.devices) <= num_usable_cpus()
 
     @property
+    def why_merged(self) -> str:
+        """What keeps replicas that are always merged from a thread for each."""
+        if not is_host(self.devices[0]):
+            return "they share it"
+        return f"{num_usable_cpus()} usable cores are fewer than one for each"
+
+    @property
     def trains_apart(self) -> bool:
         """Whether training steps run all replicas, though they share a device and others are merged."""
         return self.merges and not self.merges_in_training

@@ -74,6 +74,16 @@ def test_large_operators_train_in_threads_to_the_weights_of_one_device() -> None
     assert_equal(without_rows(ours), without_rows(one))
 
 
+def test_more_replicas_than_cores_take_their_slices_as_one_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    cores = num_usable_cpus()
+    with caplog.at_level("INFO"):
+        run(build(), loader(), strategy=dpx.DPXStrategy(), devices=cores + 1)
+    said = (
+        f"dpx: {cores + 1} replicas on cpu take their slices as one: {cores} usable cores are fewer than one for each."
+    )
+    assert caplog.messages.count(said) == 1
+
+
 def test_slices_run_in_threads_after_the_first_step(monkeypatch) -> None:
     seen: list[int] = []
     step = Convolutions.training_step
