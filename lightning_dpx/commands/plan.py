@@ -278,6 +278,8 @@ def check_files(args: argparse.Namespace) -> None:
     if args.report is not None and find_spec("matplotlib") is None:
         raise UnsupportedError("Pictures need matplotlib; pip install 'lightning-dpx[plots]', or leave out --report.")
     for config in args.config:
+        if Path(config).is_dir():
+            raise ConfigurationError(f"--config {config} is not allowed: it is a folder; name a file in it.")
         if not Path(config).is_file():
             raise ConfigurationError(f"--config {config} is not allowed: there is no such file.")
 

@@ -266,6 +266,7 @@ def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys:
         (["--save", "nowhere/plan.yaml"], "--save nowhere/plan.yaml is not allowed: there is no folder nowhere"),
         (["--save", "/tmp"], "--save /tmp is not allowed: it is a folder; name a file"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml is not allowed: there is no such file"),
+        (["--config", "/tmp"], "--config /tmp is not allowed: it is a folder; name a file in it"),
         (["--planner", "crystal ball"], "invalid choice: 'crystal ball'"),
         (["--model.init_args.nobody", "1"], "nobody"),
         (["--trainer.nobody", "1"], "nobody"),
