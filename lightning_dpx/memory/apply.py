@@ -57,6 +57,7 @@ from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, sa
 from lightning_dpx.units import format_mib, parse_bytes, parse_share
 
 _LOG = logging.getLogger("lightning_dpx")
+_LEAST_BYTES = 1024  # of a budget that is a float above one
 _MOST_OF_A_FORWARD = 0.5  # of its bytes; what a loss does not depend on waits as well, until it is forgotten
 # Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
@@ -259,9 +260,13 @@ def bytes_of_budget(budget: int | float | str | None, peak: int) -> int | None:
         return int(budget)
     if budget <= 1:
         return int(budget * peak)
-    # There are no parts of a byte: 1.5 is meant for one and a half of the peak.
-    if not float(budget).is_integer():
-        raise ConfigurationError(f"budget={budget!r} is not allowed; a fraction goes up to 1.0, and bytes are whole.")
+    # There are no parts of a byte: 1.5 is meant for one and a half of the peak. So is 2.0, and 60.0 for a percentage;
+    # half of a peak may well be a float, and no step is so small.
+    if not float(budget).is_integer() or budget < _LEAST_BYTES:
+        raise ConfigurationError(
+            f"budget={budget!r} is not allowed; a fraction goes up to 1.0, and bytes are whole: an int, or a text such "
+            "as '8GiB' ('60%' is a fraction, too)."
+        )
     return int(budget)
 
 

@@ -304,7 +304,7 @@ def test_a_bad_budget_is_refused(budget: object) -> None:
         dpx.search_plan(nn.Linear(64, 64), torch.ones(64, 64), budget=budget)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("budget", [1.5, 1.0001, 2**20 + 0.5])
+@pytest.mark.parametrize("budget", [1.5, 1.0001, 2**20 + 0.5, 2.0, 60.0])
 def test_a_part_of_a_byte_is_no_budget(budget: float) -> None:
     with pytest.raises(dpx.ConfigurationError, match=r"is not allowed; a fraction goes up to 1\.0"):
         dpx.search_plan(nn.Linear(64, 64), torch.ones(64, 64), budget=budget)
