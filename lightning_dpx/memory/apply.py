@@ -823,6 +823,9 @@ def _check_units(module: nn.Module, plan: MemoryPlan) -> None:
 def remove_plan(module: nn.Module) -> None:
     """Takes the plan off ``module``: everything is kept again.
 
+    Args:
+        module: What :func:`apply_plan` was given.
+
     Raises:
         PlanError: no plan is applied.
 
