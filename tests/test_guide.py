@@ -130,6 +130,12 @@ def test_the_readme_is_one_page_with_pictures() -> None:
     assert text.count("![") >= 3
 
 
+@pytest.mark.parametrize("page", ["README.md", "examples/guide/first_fit.md"])
+def test_commands_come_after_what_installs_them(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert '".[cli]"' in text[: text.index("dpx fit --config")]
+
+
 def test_every_error_has_its_cure() -> None:
     table = (GUIDE / "troubleshooting.md").read_text()
     ours = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, dpx.DPXError)]
