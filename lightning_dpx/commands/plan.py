@@ -31,6 +31,7 @@ from lightning_dpx.lightning import (
     DryRun,
     Settings,
     dry_run,
+    with_merged_replicas,
 )
 from lightning_dpx.lightning.lightning_api import Checkpoint, PossibleUserWarning
 from lightning_dpx.lightning.lightning_compat import look_up
@@ -335,14 +336,19 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
 
     Raises:
         ConfigurationError: no devices, or a budget that needs the devices to be there.
-        UnsupportedError: the config shifts parts of the model.
+        UnsupportedError: the config shifts parts of the model, or runs replicas beside each other on one device.
     """
     # A config of another strategy is planned for as ours would run it.
     own = strategy if isinstance(strategy, DPXStrategy) else DPXStrategy()
     if own.options.shifts_activations:
         raise UnsupportedError("dpx plan does not know what shifts would move; leave them out of the config.")
     parsed = parse_devices(devices)
-    return Settings(
+    if own.options.execution != "auto" and len(set(parsed)) < len(parsed):
+        raise UnsupportedError(
+            f"execution={own.options.execution!r} runs replicas beside each other that share a device, and what they "
+            'take is not predicted; leave it "auto", so that they take their slices as one, or name each device once.'
+        )
+    settings = Settings(
         devices=parsed,
         workload=own.workload,
         batch_dim=own.batch_dim,
@@ -352,6 +358,7 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         planner=planner or own.planner,
         micro_batches=own.micro_batches,
     )
+    return with_merged_replicas(settings)
 
 
 def _budgets(given: Any, devices: Sequence[torch.device]) -> int | float | dict[torch.device, int | float] | None:

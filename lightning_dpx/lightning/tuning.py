@@ -34,6 +34,7 @@ from lightning_dpx.lightning.memory.dry_run import (
     lasting_bytes,
     owners_of,
     plan_step,
+    with_merged_replicas,
     work_on_first_batch,
 )
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
@@ -288,11 +289,13 @@ def tune(
     check_is_module(module)
     if not devices:
         raise ConfigurationError("devices is empty; give at least one device.")
-    settings = Settings(
-        devices=tuple(named_devices(devices)),
-        budget=None if budget is None else parse_bytes("budget", budget),
-        planner=planner,
-        micro_batches=micro_batches,
+    settings = with_merged_replicas(
+        Settings(
+            devices=tuple(named_devices(devices)),
+            budget=None if budget is None else parse_bytes("budget", budget),
+            planner=planner,
+            micro_batches=micro_batches,
+        )
     )
     if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Sequence):
         raise ConfigurationError(f"batch_sizes={batch_sizes!r} is not allowed; give a list of numbers of rows.")

@@ -312,6 +312,32 @@ def test_a_budget_is_a_share_of_what_a_device_would_take(tmp_path: Path, capsys:
     assert all(device["peak"] <= device["budget"] for device in devices)
 
 
+def test_neighbours_on_one_device_are_planned_as_the_one_slice_that_they_take(tmp_path: Path, capsys: Any) -> None:
+    own = config(tmp_path, "{workload: [1, 2]}", "Shallow")
+    for several, single in (("cpu,cpu", "cpu"), ("cuda:0,cuda:0", "cuda:0")):
+        arguments = ["--config", own, "--budget", "8MiB"]
+        _, found = planned(capsys, *arguments, "--devices", several)
+        text = (tmp_path / "config.yaml").read_text().replace("{workload: [1, 2]}", "{}")
+        (tmp_path / "one.yaml").write_text(text)
+        _, one = planned(capsys, "--config", str(tmp_path / "one.yaml"), "--budget", "8MiB", "--devices", single)
+        assert [(each["rows"], each["peak"]) for each in found] == [(1024, one[0]["peak"])]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "said"),
+    [
+        ("{}", "cuda:0,cuda:1,cuda:0", "cuda:0 is named in two places"),
+        ("{execution: inline}", "cuda:0,cuda:0", "execution='inline' runs replicas beside each other that share"),
+    ],
+)
+def test_replicas_beside_each_other_on_one_device_are_not_predicted(
+    strategy: str, devices: str, said: str, tmp_path: Path, capsys: Any
+) -> None:
+    own = config(tmp_path, strategy, "Shallow")
+    assert main(["plan", "--config", own, "--devices", devices]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_budgets_by_device(tmp_path: Path, capsys: Any) -> None:
     given = "{memory_budget: {cuda:0: 30MiB, cuda:1: 20MiB, cuda:2: 20MiB, cuda:3: 1KiB}}"
     status, devices = planned(capsys, "--config", config(tmp_path, given, "Shallow"))

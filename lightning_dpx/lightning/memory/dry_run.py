@@ -9,7 +9,7 @@ accumulate.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
@@ -92,6 +92,36 @@ class Settings:
     micro_batches: MicroBatches | Literal["auto"] = 1
     machines: Machines | None = None
     keeps_buckets: bool = False
+
+
+def with_merged_replicas(settings: Settings) -> Settings:
+    """``settings`` with one entry for replicas that are neighbours on one device, and take their slices as one.
+
+    Raises:
+        ConfigurationError: replicas on one device are no neighbours.
+    """
+    # Of each group of neighbours, their places.
+    groups: list[list[int]] = []
+    for index, device in enumerate(settings.devices):
+        if groups and settings.devices[groups[-1][0]] == device:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    devices = tuple(settings.devices[group[0]] for group in groups)
+    again = [str(device) for index, device in enumerate(devices) if device in devices[:index]]
+    if again:
+        raise ConfigurationError(
+            f"{again[0]} is named in two places, with other devices between them, and what replicas take that run "
+            "beside each other on one device is not predicted; name it once, or its replicas one after the other."
+        )
+    if len(groups) == len(settings.devices):
+        return settings
+    shares = parse_workload(settings.workload, len(settings.devices))
+    merged = replace(settings, devices=devices, workload=[sum(shares[index] for index in group) for group in groups])
+    if not isinstance(settings.micro_batches, int | str):
+        numbers = [settings.micro_batches[group[0]] for group in groups]
+        merged = replace(merged, micro_batches=numbers)
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
