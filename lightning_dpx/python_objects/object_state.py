@@ -26,8 +26,8 @@ from lightning_dpx.python_objects.preserve import put_back, same_state
 class ObjectState:
     """What everything behind the attributes of some modules holds.
 
-    The tensors among it count by identity and version, those of ``_parameters`` and ``_buffers`` not at all. Loggers
-    and locks do not count; a trainer that a module belongs to is an obstacle.
+    The tensors among it count by identity and version, parameters and buffers of the modules not at all, wherever they
+    are held. Loggers and locks do not count; a trainer that a module belongs to is an obstacle.
 
     Args:
         modules: Whose attributes; modules behind them that are not among these are an obstacle.

@@ -147,6 +147,8 @@ class ObjectWalk:
         self.outside: list[nn.Module] = []
         self.caches: list[Any] = []
         self._own = {id(module) for module in modules}
+        # Callers look after these, wherever else a module holds them (the flat weights of an LSTM, a list of them).
+        self._looked_after: set[int] = set()
         self._seen: dict[int, Any] = {}  # holds what was seen, so that ids stay theirs
         self._num_items = 0
         self._num_bytes = 0  # of arrays that are kept
@@ -161,6 +163,8 @@ class ObjectWalk:
     def _add_module(self, module: nn.Module) -> None:
         name = type(module).__name__
         self.entries.append(Entry(name, module, attributes_of, write_attributes))
+        self._looked_after.update(map(id, module.parameters(recurse=False)))
+        self._looked_after.update(map(id, module.buffers(recurse=False)))
         for key, value in vars(module).items():
             if key in _TRAINERS:
                 if value is not None:
@@ -212,7 +216,8 @@ class ObjectWalk:
                 self.outside.append(value)
                 self._stop(f"{path} is a module outside of it")
         elif isinstance(value, torch.Tensor):
-            self.entries.append(Entry(path, value, version_of, None))
+            if id(value) not in self._looked_after:
+                self.entries.append(Entry(path, value, version_of, None))
         elif _belongs_to_the_run(value):
             self._stop(f"{path} is a {type(value).__name__}, which runs the step")
         elif isinstance(value, GENERATOR_TYPES):

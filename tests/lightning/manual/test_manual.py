@@ -37,6 +37,21 @@ class Manual(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class HoldsParameters(Manual):
+    """Has them in a list of its own and, as recurrent networks do, in one of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(2, 4, batch_first=True)
+        self.net = nn.Sequential(nn.Unflatten(1, (4, 2)), self.recurrent, Last(), nn.Linear(4, 3))
+        self.trained = [list(self.net.parameters())]
+
+
+class Last(nn.Module):
+    def forward(self, outputs: Any) -> torch.Tensor:
+        return outputs[0][:, -1]
+
+
 class Scheduled(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -157,9 +172,10 @@ def trained(kind: type[Manual], num_rows: int = 53, **options: Any) -> dict[str,
     return {**model.state_dict(), **logged, "steps": steps}
 
 
-@pytest.mark.parametrize("kind", [Manual, Scheduled, Accumulated, WithClosure, Plain, GAN])
-def test_steps_by_hand_train_to_the_weights_of_one_device(kind, execution) -> None:
+@pytest.mark.parametrize("kind", [Manual, HoldsParameters, Scheduled, Accumulated, WithClosure, Plain, GAN])
+def test_steps_by_hand_train_to_the_weights_of_one_device(kind, execution, recwarn) -> None:
     ours = trained(kind, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    assert not any("whole" in str(warning.message) for warning in recwarn)
     assert_equal(ours, trained(kind))
 
 
