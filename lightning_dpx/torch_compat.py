@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.nn.modules import module as _nn_module
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
+from torch.nn.utils import parametrize as _parametrize
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
@@ -67,6 +68,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     ),
     "torch.utils._python_dispatch._disable_current_modes": PrivateName(
         why=_MODES, without="a profile would count its own work"
+    ),
+    "torch.nn.utils.parametrize._cache_enabled": PrivateName(
+        why="copies of a parametrized module share the cache of one process, each finds the other's weights there",
+        without="replicas in threads get gradients of one another where a step caches parametrizations",
     ),
     "torch.overrides._get_current_function_mode": PrivateName(
         why=_MODES, without="a shift could not tell whether it is the innermost mode"
@@ -409,6 +414,11 @@ post_accumulate_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attr
 apply_to_tensors = torch.nn.Module._apply
 original_of: Callable[[torch.nn.Module], torch.nn.Module] = attrgetter("_orig_mod")
 compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether this is inside of ``torch.nn.utils.parametrize.cached()``, in any thread."""
+    return _parametrize._cache_enabled > 0
 
 
 def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -818,6 +828,7 @@ __all__ = [
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",
     "OpOverloadPacket", "OptimizedModule", "original_of", "output_metadata", "overload_name", "parameters_of",
+    "parametrizations_are_cached",
     "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "precision_policy_of", "preserve_version_counter",
     "PRIVATE_NAMES", "PrivateName",
     "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig", "ProfilerEventType",

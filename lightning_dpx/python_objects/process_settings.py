@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_dpx.python_objects.origin import package_of, without_libraries
 from lightning_dpx.python_objects.reachable import places_of_code
-from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors
+from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors, parametrizations_are_cached
 
 _CONTAINERS = (list, dict, set, deque)
 _OWN_FRAMES = 2  # between an operator and the place that looks for the code that called it
@@ -31,6 +31,10 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "cuDNN": lambda: torch.backends.cudnn.enabled,
     "cuDNN's benchmark": lambda: torch.backends.cudnn.benchmark,
     "cuDNN's determinism": lambda: torch.backends.cudnn.deterministic,
+    "cached parametrizations": parametrizations_are_cached,
+    "detection of anomalies": torch.is_anomaly_enabled,
+    "precision of float32 products": torch.get_float32_matmul_precision,
+    "checks of sparse tensors": torch.sparse.check_sparse_tensor_invariants.is_enabled,
     "filters of warnings": lambda: id(warnings.filters),
     "the standard output": lambda: id(sys.stdout),
     "the standard error": lambda: id(sys.stderr),

@@ -12,9 +12,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 
 import lightning_dpx
-from tests.conftest import Classifier, StepsByHand, make_loader, make_trainer, seeded
+from tests.conftest import Classifier, StepsByHand, assert_equal, make_loader, make_trainer, seeded
 
 LIBRARIES = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 Names = dict[str, Any]
@@ -128,3 +129,29 @@ def test_settings_that_a_step_puts_back_are_what_they_were() -> None:
     finally:
         torch.backends.cuda.enable_flash_sdp(before)
         torch.backends.cuda.enable_mem_efficient_sdp(True)
+
+
+class CachesWeights(Classifier):
+    """Copies of a parametrized layer have one cache: a slice that overlaps with another one finds its weights there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.net[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with parametrize.cached():
+            loss: torch.Tensor = super().training_step(batch, batch_idx)
+            time.sleep(0.01)
+        return loss
+
+
+@pytest.mark.usefixtures("hardware")
+def test_slices_find_no_weights_of_each_other_in_a_cache_of_parametrizations() -> None:
+    def trained(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = CachesWeights()
+        make_trainer(max_epochs=1, **options).fit(model, make_loader(32), make_loader(4))
+        return model.state_dict()
+
+    ours = trained(strategy=lightning_dpx.DPXStrategy(execution="threads"), devices=2)
+    assert_equal(ours, trained())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from lightning_dpx.python_objects.process_settings import SettingsWatch
 
@@ -31,6 +32,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)
     yield
     torch.set_default_dtype(before)
+
+
+@contextmanager
+def rough_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @contextmanager
@@ -84,6 +93,10 @@ def seen_in(context: Callable[[], Any]) -> set[str]:
     [
         (lambda: sdpa_kernel(SDPBackend.MATH), {"flash attention", "memory-efficient attention"}),
         (lambda: default_dtype(torch.float64), {"torch's default dtype"}),
+        (parametrize.cached, {"cached parametrizations"}),
+        (lambda: torch.autograd.set_detect_anomaly(True), {"detection of anomalies"}),
+        (rough_products, {"precision of float32 products"}),
+        (torch.sparse.check_sparse_tensor_invariants, {"checks of sparse tensors"}),
         (warnings.catch_warnings, {"filters of warnings"}),
         (lambda: redirect_stdout(io.StringIO()), {"the standard output"}),
         (fast, {"Mode.is_fast"}),
