@@ -218,6 +218,8 @@ class Session(Run):
         if not replicas.structure.has_changed:
             return True
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
+        # Evaluation, too: what its step did with the old parts says nothing of the new ones.
+        self.rehearsals.reopen_all()
         return self._make_replicas_anew()
 
     def cut_slices(self, micro_batches: Sequence[int], *, training: bool = True) -> bool:

@@ -73,6 +73,11 @@ class Rehearsals:
             self._found.pop(key, None)
             self._again.pop(key, None)
 
+    def reopen_all(self) -> None:
+        """Has the next step of every stage rehearsed: the module is another one than those that were checked."""
+        for name in {name for name, _ in self._done}:
+            self.reopen(name)
+
     def rules(self, name: str, dataloader_idx: int) -> MergeRules:
         """How the results of a stage are merged."""
         key = name, dataloader_idx

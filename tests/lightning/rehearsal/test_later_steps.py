@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
@@ -279,6 +280,23 @@ def test_first_draws_of_a_later_epoch_let_the_step_be_checked_again(caplog: pyte
     with caplog.at_level("INFO"):
         fitted(FirstDraws, 2, execution="inline")
     assert "training_step has done more in the last batch than when it was checked (random draws)" in caplog.text
+
+
+class Prunes(Model):
+    """A pruned layer puts its weights together in every call, in evaluation as well."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            prune.l1_unstructured(self.net[0], "weight", 0.5)
+
+
+def test_every_stage_of_a_module_that_has_got_other_parts_is_checked_anew(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(devices=2, strategy=dpx.DPXStrategy(execution="inline"))
+    trainer.fit(Prunes(), make_loader(ROWS, ROWS), make_loader(4 * ROWS, ROWS))
+    assert "validation_step has done more" not in caplog.text
 
 
 class Mixes(Model):
