@@ -192,6 +192,6 @@ class AttributeRules:
         merger = Merger(rules=rules, weights=weights, device=device, fallback=nothing)
         terms = parts if added is None else added
         merged = merger.merge(without_graphs(terms), name)
-        if merged is None or added is None:
+        if merged is None or added is None or before is None:
             return merged
         return before + merged

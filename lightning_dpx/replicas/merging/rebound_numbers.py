@@ -99,8 +99,11 @@ class NumberWatch:
 
 def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
     """What each replica has added to what was there; ``None`` if that can be no sum."""
+    # A count that a step begins, where no number was, is all of it what was added.
+    if before is None:
+        return _added_to_nothing(parts)
     # A difference of truths is no truth.
-    if before is None or _is_truth(before):
+    if _is_truth(before):
         return None
     if not all(_can_be_added(part, before) for part in parts):
         return None
@@ -110,6 +113,15 @@ def increments(parts: Sequence[Any], before: Any) -> list[Any] | None:
             return None
         return [part.detach().to(before.device) - before for part in parts]
     return [part - before for part in parts]
+
+
+def _added_to_nothing(parts: Sequence[Any]) -> list[Any] | None:
+    if not all(_can_be_added(part, parts[0]) for part in parts):
+        return None
+    if isinstance(parts[0], torch.Tensor):
+        # Those of several devices, and of graphs, are no terms of a sum.
+        return [part.detach().to(parts[0].device) for part in parts]
+    return list(parts)
 
 
 def joined_changes(parts: Sequence[Any], before: Any) -> tuple[Any, bool] | None:

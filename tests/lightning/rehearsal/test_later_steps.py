@@ -339,6 +339,19 @@ class SumsFromZero(Model):
         return round(self.total, 5), [[round(value, 6) for value in values] for values in lists]
 
 
+class CountsFromNothing(Model):
+    """The first step makes a count, a sum in a tensor, and a number that each step sets anew."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_seen = getattr(self, "num_seen", 0) + len(batch[0])
+        self.of_columns = getattr(self, "of_columns", 0) + batch[0].detach().sum(0)
+        self.num_rows = len(batch[0])
+        return self.loss(batch)
+
+    def kept(self) -> Any:
+        return self.num_seen, [round(value, 4) for value in self.of_columns.tolist()], self.num_rows
+
+
 class Freezes(Model):
     """A step freezes a layer, and thaws it again, in the middle of a run."""
 
@@ -350,7 +363,7 @@ class Freezes(Model):
 
 
 @pytest.mark.parametrize(("options", "devices"), WAYS)
-@pytest.mark.parametrize("kind", [SumsFromZero, Freezes])
+@pytest.mark.parametrize("kind", [SumsFromZero, CountsFromNothing, Freezes])
 def test_what_goes_on_from_step_to_step_is_that_of_one_device(kind: type[Model], options: Any, devices: int) -> None:
     found, said = fitted(kind, devices, **options)
     assert found == fitted(kind)[0]

@@ -50,7 +50,9 @@ def test_what_is_equal_has_not_changed_and_what_was_not_there_has() -> None:
     [
         (10, [13, 11], [3, 1]),
         (torch.tensor([1.0, 2.0]), [torch.tensor([2.0, 2.0])], [torch.tensor([1.0, 0.0])]),
-        (None, [1, 2], None),
+        (None, [1, 2], [1, 2]),  # the first step makes it
+        (None, [True, False], None),
+        (None, [1, torch.ones(1)], None),
         (True, [True, False], None),
         (torch.tensor(True), [torch.tensor(False)], None),
         (np.bool_(True), [np.bool_(False)], None),

@@ -81,7 +81,7 @@ class NumberJudge:
         if changes is not None and not changes[1] and self._is_alike(whole, changes[0]):
             fitting.insert(0, CHANGES)
         # From infinity, where running extremes begin, all differences are alike.
-        if before is None or not bool(torch.isfinite(as_tensor(before)).all()):
+        if before is not None and not bool(torch.isfinite(as_tensor(before)).all()):
             return fitting
         added = increments(parts, before)
         of_whole = increments([whole], before)
