@@ -66,6 +66,7 @@ class ShadowStep:
         changes_settings: Whether a run as one device has changed settings of optimizers, or of the process.
         saves_on_host: Whether what backward needs waits on the host from here on.
         trains_norms: Whether these run as in the step; else in eval mode, so that the rest can be compared.
+        ahead: By how much counts of shadows begin further on than the module's, by path.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -81,6 +82,7 @@ class ShadowStep:
         self.guest: Guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
         self.trains_norms = False
+        self.ahead: dict[str, int] = {}
         self.changes_settings = False
         self.saves_on_host = False
         self.tolerance: Tolerance = _tolerance_of(strategy, module, call)
@@ -111,6 +113,10 @@ class ShadowStep:
         if self.trains_norms:
             for name in self.norms:
                 shadow.get_submodule(name).training = True
+        for path, number in self.ahead.items():
+            owner, _, name = path.rpartition(".")
+            holder = shadow.get_submodule(owner)
+            setattr(holder, name, getattr(holder, name, 0) + number)  # a first step may make it
         return shadow
 
     def replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:

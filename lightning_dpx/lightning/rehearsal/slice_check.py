@@ -18,6 +18,7 @@ from lightning_dpx.lightning.rehearsal.comparison.comparer import (
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
+from lightning_dpx.lightning.rehearsal.counts_in_use import CountsInUse
 from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
 from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
@@ -96,6 +97,8 @@ class SliceCheck:
             second.refuse_use(judge, comparison, self._whole, unstable)
         elif not unstable - rounding and self._needs_second_steps(judge, comparison):
             second.compare(judge, comparison, self._whole, rounds=bool(rounding))
+        if not self._is_look and not unstable and not comparison.differences:
+            CountsInUse(self._step, self._whole_run, self._sliced_run, self._sizes).refuse(judge, self._whole)
         return Outcome(
             comparison=comparison,
             judge=judge,

@@ -139,6 +139,28 @@ class PoolOfRows(Model):
         return losses.mean()
 
 
+class LevelByRows(Model):
+    """Each 30 rows raise a level, which the few rows of a check do not reach; the batch that reaches it is of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_seen = getattr(self, "num_seen", 0) + len(batch[0])
+        return self.loss([batch[0] * (1 + self.num_seen // 30), batch[1]])
+
+    def kept(self) -> Any:
+        return self.num_seen
+
+
+class LevelInABuffer(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_seen += len(batch[0])
+        levels = [1.0, 1.5, 2.0, 2.5]  # as many as a run reaches
+        return self.loss([batch[0] * levels[int(self.num_seen) // 30], batch[1]])
+
+
 class ByHand(Model):
     """Steps its optimizer itself."""
 
@@ -183,8 +205,11 @@ class SpreadByHand(ByHand):
 @pytest.mark.parametrize(("options", "devices"), WAYS)
 @pytest.mark.parametrize(
     "kind",
-    [AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, AveragesLaterByHand, QueueByHand],
-)
+    [
+        AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, LevelByRows, LevelInABuffer,
+        AveragesLaterByHand, QueueByHand,
+    ],
+)  # fmt: skip
 def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
     kind: type[Model], options: Any, devices: int
 ) -> None:
@@ -339,6 +364,22 @@ class SumsFromZero(Model):
         return round(self.total, 5), [[round(value, 6) for value in values] for values in lists]
 
 
+class LevelOfTheRowsBefore(Model):
+    """The level is that of the rows before the batch, which every slice knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss([batch[0] * (1 + self.num_seen // 30), batch[1]])
+        self.num_seen += len(batch[0])
+        return loss
+
+    def kept(self) -> Any:
+        return self.num_seen
+
+
 class CountsFromNothing(Model):
     """The first step makes a count, a sum in a tensor, and a number that each step sets anew."""
 
@@ -363,7 +404,7 @@ class Freezes(Model):
 
 
 @pytest.mark.parametrize(("options", "devices"), WAYS)
-@pytest.mark.parametrize("kind", [SumsFromZero, CountsFromNothing, Freezes])
+@pytest.mark.parametrize("kind", [SumsFromZero, CountsFromNothing, LevelOfTheRowsBefore, Freezes])
 def test_what_goes_on_from_step_to_step_is_that_of_one_device(kind: type[Model], options: Any, devices: int) -> None:
     found, said = fitted(kind, devices, **options)
     assert found == fitted(kind)[0]

@@ -1,0 +1,126 @@
+"""Counts that the step which adds to them also uses: a slice finds its own part there, and the rest comes later.
+
+self.num_seen += len(batch)                 one device adds 7 to 33          40, a new level
+level = self.num_seen // 40                 slices add 4 and 3, each to 33   37 and 36, the old one
+
+A few rows seldom reach the next level. So the counts of shadows begin further on: where that changes what the step
+does, the first such place is looked for, and slices are compared there.
+"""
+
+import math
+import traceback
+from typing import Any
+
+import torch
+
+from lightning_dpx.lightning.rehearsal.comparison.comparer import compare_step, results_of, unstable_between
+from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
+from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
+from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, and_more
+from lightning_dpx.lightning.rehearsal.outcome import SlicesFail
+from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
+from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
+from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.replicas.merging.rules import Rule
+
+_FAR = 2**30  # rows beyond those that were counted: more than runs have
+
+
+class CountsInUse:
+    """Looks for what a step does otherwise once its counts are further on.
+
+    Args:
+        step: On a shadow.
+        whole_run: The step as one device.
+        sliced_run: The step in slices.
+        sizes: Rows of each slice.
+    """
+
+    def __init__(self, step: ShadowStep, whole_run: WholeRun, sliced_run: SlicedRun, sizes: tuple[int, ...]) -> None:
+        self._step = step
+        self._whole_run = whole_run
+        self._sliced_run = sliced_run
+        self._sizes = sizes
+        self._counts: list[str] = []
+
+    def refuse(self, judge: JudgingRules, first: Observation) -> None:
+        """Refuses slices where the step uses what it counts, after it has counted.
+
+        Args:
+            judge: By whose rules slices are what one device is, as the counts are now.
+            first: The step as one device.
+
+        Raises:
+            SlicesFail: they are not, a number of rows later.
+        """
+        self._counts = _counts_among(judge, first)
+        if not self._counts:
+            return
+        try:
+            ahead = self._first_change(first)
+            found = "" if ahead is None else self._difference(judge, ahead)
+        finally:
+            self._step.ahead = {}
+        if found:
+            named = and_more(", ".join(f"self.{path}" for path in self._counts[:NAMED]), self._counts)
+            raise SlicesFail(
+                f"It uses what it adds up in {named}, where a slice has added its own part only: {ahead} further on, "
+                f"{found}.",
+                "For all devices to take part, add up in on_train_batch_end and its like, which see the whole batch.",
+            )
+
+    def _first_change(self, first: Observation) -> int | None:
+        """The smallest number of rows after which the step does something else; ``None`` if it never does."""
+        # What follows the count row by row (a log of it) was compared already: that would differ as it is.
+        by_row = self._changed(first, 1)
+        if self._changed(first, _FAR) <= by_row:
+            return None
+        low, high = 1, _FAR
+        while high - low > 1:
+            middle = (low + high) // 2 if high <= 2 * low else math.isqrt(low * high)
+            if self._changed(first, middle) <= by_row:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _changed(self, first: Observation, ahead: int) -> frozenset[str]:
+        """What the step does otherwise when its counts begin so much further on."""
+        other = self._observed_whole(ahead)
+        if other is None:
+            return frozenset({"error"})  # such as the end of a list of levels
+        return results_of(unstable_between(first, other, self._step.tolerance))
+
+    def _observed_whole(self, ahead: int) -> Observation | None:
+        self._step.ahead = dict.fromkeys(self._counts, ahead)
+        try:
+            return self._whole_run.observe(sum(self._sizes))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  the run may never come so far
+            traceback.clear_frames(error.__traceback__)
+            return None
+
+    def _difference(self, judge: JudgingRules, ahead: int) -> str:
+        """What slices do otherwise than one device when their counts begin so much further on; empty if nothing."""
+        whole = self._observed_whole(ahead)
+        if whole is None:
+            return ""
+        again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
+        return compare_step(self._step, whole, sliced, again, sizes=self._sizes).summary()
+
+
+def _counts_among(judge: JudgingRules, first: Observation) -> list[str]:
+    """The attributes and buffers that slices add their own parts to."""
+    numbers = judge.attributes.numbers
+    added = [path for path, fitting in numbers.fitting.items() if Rule(kind="added") in fitting[:1]]
+    found = [path for path in added if path not in numbers.equal and _is_count(first.numbers[path])]
+    of_buffers = [path for path, rule in judge.buffers.items() if rule == "sum"]
+    return [*found, *(path for path in of_buffers if _is_count(first.state.get(path)))]
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+        return is_integer and value.numel() == 1
+    return type(value) is int
