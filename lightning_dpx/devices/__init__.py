@@ -6,7 +6,7 @@ from lightning_dpx.devices.generators import (
     host_random_state,
     seed_apart,
 )
-from lightning_dpx.devices.host_room import HostRoom
+from lightning_dpx.devices.host_room import HostFullError, HostRoom
 from lightning_dpx.devices.identity import (
     accelerators,
     autocast_types,
@@ -44,6 +44,7 @@ from lightning_dpx.devices.timing import Stopwatch, clock_of, counts_by_its_cloc
 
 __all__ = [
     "Capacity",
+    "HostFullError",
     "HostRoom",
     "NO_LIMIT",
     "OffloadedTensor",

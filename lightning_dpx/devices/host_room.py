@@ -24,6 +24,10 @@ def _left_on_host() -> int:
         return NO_LIMIT
 
 
+class HostFullError(torch.OutOfMemoryError):
+    """A step was stopped before the host had no memory left: whatever it was doing then, the whole does not fit."""
+
+
 class HostRoom:
     """Stops a step before the host has no memory left.
 
@@ -41,7 +45,7 @@ class HostRoom:
         """Called with the bytes of an operator's results.
 
         Raises:
-            OutOfMemoryError: another one of that size would not fit.
+            HostFullError: another one of that size would not fit.
         """
         self._largest = max(self._largest, num_bytes)
         self._until_look -= num_bytes
@@ -54,7 +58,7 @@ class HostRoom:
         self._until_look = left // _LOOKS_PER_ROOM
         needed = max(_OPERATORS_AHEAD * self._largest, self._at_first // _KEPT)
         if left < needed:
-            raise torch.OutOfMemoryError(
+            raise HostFullError(
                 f"The host has {format_bytes(left)} left of {format_bytes(self._at_first)} when this step began, and "
                 f"an operator of it takes {format_bytes(self._largest)}: the step is stopped here, before the system "
                 "would end the process."

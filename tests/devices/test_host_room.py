@@ -1,13 +1,17 @@
 """A step that the host has no room for is stopped while there is some left; no process is ended for these tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_dpx.devices import HostRoom
-from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.execute.replays import Replay
+from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.profile.call_course import CallCourse
+from lightning_dpx.memory.profile.costs import CostModel, WatchedReplay
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite
@@ -91,6 +95,66 @@ def test_a_profile_stops_in_whichever_run_does_not_fit_and_leaves_nothing(roomy_
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name])
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class FullInTrials(CostModel):
+    """Measures on a host that has nothing left while a call of the step is made again."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._left = MIB // 4
+
+    def room_for_step(self) -> HostRoom:
+        return HostRoom(lambda: self._left)
+
+    def watched_replay(self, replay: Replay) -> WatchedReplay:
+        self._left = 0
+        try:
+            return super().watched_replay(replay)
+        finally:
+            self._left = MIB // 4
+
+    def course_of(self, call: Value) -> CallCourse:
+        self._left = 0
+        try:
+            return super().course_of(call)
+        finally:
+            self._left = MIB // 4
+
+
+class Opaque(torch.autograd.Function):
+    """Has no recipe: what it saves comes from the call that saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        result = rows.sin()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * ctx.saved_tensors[0]
+
+
+class Curve(nn.Module):
+    """Its only value comes from a call that is made again."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        curve: torch.Tensor = Opaque.apply(rows * 2)
+        return curve
+
+
+def layer() -> nn.Sequential:
+    """It saves enough to be worth a replay as a whole."""
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))
+
+
+@pytest.mark.parametrize("part", [layer, Curve])
+def test_a_trial_that_the_host_has_no_room_for_stops_the_profile(part: Callable[[], nn.Module]) -> None:
+    module = nn.Sequential(*(part() for _ in range(3)))
+    inputs = torch.randn(256, 64, requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError, match="before the system would end the process"):
+        profile_step(module, lambda: module(inputs).square().mean(), torch.device("cpu"), meter=FullInTrials())
 
 
 def test_tensors_without_memory_take_no_room() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_dpx.devices import HostFullError
 from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
@@ -313,6 +314,9 @@ class NotedCalls:
     def _is_faithful(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
         try:
             return self._is_right(noted, meter, like)
+        # That says nothing of the call: whatever is alive then, the profile needs fewer rows.
+        except HostFullError:
+            raise
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
             return False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.devices import is_out_of_memory, raises_out_of_memory
+from lightning_dpx.devices import HostFullError, is_out_of_memory, raises_out_of_memory
 from lightning_dpx.memory.execute.calls import Replay, select_output
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Unnamed, Value, forget_recipe, used
@@ -325,9 +325,11 @@ def _try(value: Value, trials: _Trials, meter: CostModel) -> str:
 
 
 def _course_of(call: Value, meter: CostModel) -> CallCourse:
-    """What ``call`` takes; without room to find out, it counts as one that cannot be made again."""
+    """What ``call`` takes; without room on its device to find out, it counts as one that cannot be made again."""
     try:
         return raises_out_of_memory(meter.course_of)(call)
+    except HostFullError:
+        raise
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         raise NotRecomputable(f"there was no room to try {call.operator} once more") from None
