@@ -65,17 +65,20 @@ class Budgets:
 
     Args:
         argument: What a user has given, as :func:`parse_budget` has it.
+        option: What has led to it, as a user writes it.
 
     Attributes:
         given: What that means: bytes for texts.
+        option: As given.
 
     Raises:
         ConfigurationError: it is no budget.
     """
 
-    def __init__(self, argument: Any) -> None:
+    def __init__(self, argument: Any, option: str = "memory_budget") -> None:
         # Errors quote it, so that a user finds it in the script.
         self._argument = argument
+        self.option: str = option
         self.given: Any = parse_budget(argument)
         self._each: dict[torch.device, Budget] | None = None
 
@@ -111,12 +114,20 @@ class Budgets:
 
     def describe(self, device: torch.device) -> str:
         """What was given for ``device``, as a user would write it."""
+        # Whoever gave no budget would look for this one in vain.
+        if not self.is_users:
+            return self.option
         if self._each is None:
             return f"memory_budget={self._argument!r}"
         for name, budget in self._argument.items():
             if canonical_device(name) == device:
                 return f"memory_budget[{str(device)!r}]={budget!r}"
         return f"memory_budget[{str(device)!r}]=None"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether a user has given it, and may give another one."""
+        return self.option == "memory_budget"
 
     def limit(self, device: torch.device, homes: Sequence[torch.device]) -> int:
         """Bytes for all on ``device``. Where parts are shifted to, one budget is the same number, or what there is.

@@ -114,8 +114,13 @@ class DevicePlans:
         limit, sharing = self.limits.get(device, (0, 1))
         return (plan.peak or 0) * sharing, limit
 
-    def advice(self, planner: Planner) -> str:
-        """Advice, in sentences, for a run that is out of memory."""
+    def advice(self, planner: Planner, *, is_repeated: bool = False) -> str:
+        """Advice, in sentences, for a run that is out of memory.
+
+        Args:
+            planner: Who decides.
+            is_repeated: Whether the plans were made as a step ran out of memory, without a budget.
+        """
         if not self.plans:
             return (
                 "DPXStrategy(memory_budget='auto') computes again what does not fit; on_oom='replan' does so once it "
@@ -134,9 +139,11 @@ class DevicePlans:
             except BudgetError:
                 said.append("No plan takes much less: use a smaller batch.")
                 continue
+            way = "lower memory_budget, or on_oom='replan'"
+            if is_repeated:
+                way = "give memory_budget, which plans for it before a step"
             said.append(
-                f"One of {format_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: lower "
-                "memory_budget, or on_oom='replan'."
+                f"One of {format_mib(less.peak or 0)} costs {(less.recompute_share or 0):.1%} of a step: {way}."
             )
         return " ".join(said)
 

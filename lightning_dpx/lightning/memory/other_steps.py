@@ -60,7 +60,7 @@ class OtherSteps:
                 rank_zero_warn(
                     f"dpx: {format_mib(sum(self._unseen.values()))} that a step kept was in none of the "
                     f"{_MOST_PROFILES} steps after it: memory is not planned for such a step, which may exceed "
-                    "memory_budget."
+                    "the budget."
                 )
         return False
 

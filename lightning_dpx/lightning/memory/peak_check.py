@@ -26,13 +26,15 @@ class PeakCheck:
 
     Args:
         forecast: Bytes of activations on a device at their peak, and what its budget allows for everything.
+        option: What has led to that budget, as a user writes it.
 
     Attributes:
         passing: By device, bytes beside activations that come in a backward: gradients, and what passes with them.
     """
 
-    def __init__(self, forecast: Forecast) -> None:
+    def __init__(self, forecast: Forecast, option: Callable[[], str] = lambda: "memory_budget") -> None:
         self._forecast = forecast
+        self._option = option
         self.passing: dict[torch.device, int] = {}
         self._before: dict[torch.device, int] = {}
         self._measured: list[torch.device] = []
@@ -81,7 +83,7 @@ class PeakCheck:
                 self._told.add(device)
                 rank_zero_warn(
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
-                    f"memory_budget allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
+                    f"{self._option()} allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
                     "activations. More may be taken by the step of the optimizer (least with fused=True or "
                     "foreach=False), by steps that call more than the planned ones, by checks of slices "
                     "(verify='off' makes none), by an evaluation or by callbacks."

@@ -97,7 +97,7 @@ class MemoryPlanning:
         self._trained = TrainedParameters()
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self._confirmation = Confirmation()
-        self._peaks = PeakCheck(self.forecast)
+        self._peaks = PeakCheck(self.forecast, lambda: self.budgets.option)
         self._other_steps = OtherSteps()
         self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
         self._has_told_of_calls = False
@@ -308,7 +308,7 @@ class MemoryPlanning:
             self._has_told_of_calls = True
             rank_zero_warn(
                 f"dpx: a step calls more of {type(replica.module).__name__} together than any that memory was planned "
-                f"for: its activations take about {format_mib(joint.peak)}, where memory_budget leaves "
+                f"for: its activations take about {format_mib(joint.peak)}, where {self.budgets.option} leaves "
                 f"{format_mib(joint.room)} on {joint.device}. From the "
                 "next step on memory is planned for all that such steps have called."
             )
@@ -336,8 +336,8 @@ class MemoryPlanning:
             for home in seen:
                 self._joint_calls[home].stop()
             rank_zero_warn(
-                f"dpx: no plan keeps a step that calls as much of the module together within memory_budget: {error} "
-                "Such a step exceeds it."
+                f"dpx: no plan keeps a step that calls as much of the module together within {self.budgets.option}: "
+                f"{error} Such a step exceeds it."
             )
         finally:
             self._put_on(replicas)
@@ -406,7 +406,7 @@ class MemoryPlanning:
             notes = " ".join(getattr(error, "__notes__", []))
             rank_zero_warn(
                 "dpx: more is kept between steps than when memory was planned, as by callbacks and hooks that make "
-                f"copies, so steps exceed memory_budget on {', '.join(map(str, lacking))}: {error} {notes}"
+                f"copies, so steps exceed {self.budgets.option} on {', '.join(map(str, lacking))}: {error} {notes}"
             )
         finally:
             self._put_on(replicas)
@@ -520,10 +520,12 @@ class MemoryPlanning:
     def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
         # Given as a budget, what is told must do.
         least = format_least(held + sharing * (error.smallest or 0))
+        needed = f"it must allow at least {least}"
+        if not self.budgets.is_users:
+            needed = f"that is all there is, and the step needs at least {least}: use a smaller batch"
         error.add_note(
             f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which parameters, "
-            f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; it must allow at "
-            f"least {least}."
+            f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; {needed}."
         )
         self._trained.explain(error)
 
@@ -572,10 +574,11 @@ class MemoryPlanning:
             if moving:
                 beside = f", with {format_bytes(moving)} that the reduction of gradients needs beside them"
                 way_out = "use more gradient_buckets, reducer='colocate' or shifts"
+            allow = "Allow more" if self.budgets.is_users else "That is all there is: use a smaller batch"
             error = BudgetError(
                 f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and what is there beside "
                 f"activations (parameters, gradients, optimizer state, the batch) takes {format_bytes(most)}{beside}. "
-                f"Allow more, or {way_out}."
+                f"{allow}, or {way_out}."
             )
             self._trained.explain(error)
             raise error
@@ -601,7 +604,7 @@ class MemoryPlanning:
         if not self.devices:
             # With on_oom="replan" and no budget, the first plan is made for what is free by now.
             if self.budgets.given is None:
-                self.budgets = Budgets("auto")
+                self.budgets = Budgets("auto", "on_oom='replan'")
             self.decide(replicas, slices, run, static)
         else:
             # The replicas keep their plans if nothing takes less.
@@ -617,7 +620,7 @@ class MemoryPlanning:
 
     def advice(self) -> str:
         """Advice, in sentences, for a run that is out of memory."""
-        return self.devices.advice(self.planner)
+        return self.devices.advice(self.planner, is_repeated=not self.budgets.is_users)
 
     def forecast(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""

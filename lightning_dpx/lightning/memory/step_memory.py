@@ -422,7 +422,8 @@ class StepMemory(NoStepMemory):
                 self._has_told_of_update = True
                 rank_zero_warn(
                     f"dpx: a step of the optimizer takes {format_mib(taken)} on {device} while it runs: with "
-                    f"parameters, gradients and states that is {format_mib(needed)}, where memory_budget allows "
+                    f"parameters, gradients and states that is {format_mib(needed)}, where "
+                    f"{self._planning.budgets.option} allows "
                     f"{format_mib(limit)}. Least is taken with fused=True or foreach=False."
                 )
 

@@ -176,6 +176,19 @@ class KeepsAll(Planner):
         return Choice()
 
 
+@pytest.mark.parametrize(
+    ("memory", "told"), [("2MiB", "the step needs at least"), ("520KiB", "what is there beside activations")]
+)
+def test_a_refusal_without_a_budget_names_what_was_given(memory: str, told: str) -> None:
+    with pytest.raises(dpx.BudgetError) as error:
+        fit(memory, 1, "forward", "inline", on_oom="replan", verify="off", micro_batches=1, planner=KeepsAll())
+    text = " ".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert "on_oom='replan' allows" in text
+    assert told in text
+    assert "use a smaller batch" in text
+    assert "memory_budget" not in text
+
+
 class Cut(Deep):
     """Without what depends on how rows are cut: dropout and, unless given, batch norm."""
 
