@@ -25,6 +25,7 @@ class StaticMemory:
         slices: Of the replicas that take part.
         states: Of the optimizers, still to come.
         snapshot: Of buffers, which a step of several slices keeps as they were before it.
+        shown: Of the batch where hooks find it while activations are there, beside what the step itself was given.
         moving: What the reduction of gradients takes beside them, at its peak.
         moves_in_backward: Whether that is while activations are still there.
         accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
@@ -35,6 +36,7 @@ class StaticMemory:
     slices: Sequence[BatchSlice]
     states: Mapping[torch.device, int] = field(default_factory=dict)
     snapshot: Mapping[torch.device, int] = field(default_factory=dict)
+    shown: Mapping[torch.device, int] = field(default_factory=dict)
     moving: Mapping[torch.device, int] = field(default_factory=dict)
     moves_in_backward: bool = False
     accumulates: bool = False
@@ -43,7 +45,7 @@ class StaticMemory:
 
     def beside_activations(self, device: torch.device) -> int:
         """Bytes on ``device`` while a step has activations there."""
-        return self.between_steps(device) + self.passing(device)
+        return self.between_steps(device) + self.passing(device) + self.shown.get(device, 0)
 
     def passing(self, device: torch.device) -> int:
         """Bytes that come and go within a step.

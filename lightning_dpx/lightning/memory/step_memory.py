@@ -17,6 +17,7 @@ from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature, ra
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
+from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
@@ -483,6 +484,7 @@ class StepMemory(NoStepMemory):
         return StaticMemory(
             slices,
             snapshot=self._snapshot_bytes(slices),
+            shown=self._shown_bytes(slices),
             states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
             moving=session.step.sums.reduction_bytes(active),
             moves_in_backward=session.step.sums.overlapped is not None,
@@ -497,6 +499,15 @@ class StepMemory(NoStepMemory):
         if self._session.training.runs_alone(slices):
             return {}
         return {root.device: self._session.replicas.state.buffers.snapshot_bytes(to_come=not is_host(root.device))}
+
+    def _shown_bytes(self, slices: Sequence[BatchSlice]) -> dict[torch.device, int]:
+        """Of the whole batch, which hooks before the backward find on the root device, where they look at it."""
+        session = self._session
+        root = session.replicas.root.device
+        looks = session.batch_writes.is_watched and session.gradient_hooks.before_backward_of_step
+        if is_host(root) or not looks:
+            return {}
+        return {root: sum(bytes_of_tensors(batch_slice.batch) for batch_slice in slices)}
 
     @property
     def _keeps_earlier_gradients(self) -> bool:

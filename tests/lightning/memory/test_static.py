@@ -18,6 +18,7 @@ from lightning_dpx.reducers import REDUCERS
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.step import TrainingStep
 from tests.conftest import SIMULATED, assert_equal, make_trainer
+from tests.lightning.memory.test_out_of_memory import Hungry
 from tests.lightning.memory.test_planning import MIB, Tower, loader, tower
 from tests.lightning.memory.test_shifts_and_plans import EACH, HALF, trained
 
@@ -205,6 +206,46 @@ def peaks_of_later_steps(model: LightningModule, whole: torch.Tensor, sim: Any, 
     finally:
         gc.enable()
     return peaks
+
+
+class UsesAPart(Layers):
+    """Most of its batch is not needed for the backward, which takes most when it begins."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.net(batch[0][:, :64].contiguous())
+        loss: torch.Tensor = Hungry.apply(hidden).square().mean()
+        return loss
+
+
+class LooksAtBatches(Callback):
+    """Before the backward hooks may compare the batch with what the step has made of it, on its device."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self.peaks: list[int] = []
+        self.plans: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._sim.reset_peak_memory_stats(0)
+
+    def on_before_backward(self, *_: Any) -> None:
+        pass
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.peaks.append(self._sim.max_memory_allocated(0))
+        self.plans = [plan for plan, _ in trainer.strategy.memory_plans.values()]
+
+
+def test_the_batch_that_hooks_find_before_the_backward_is_part_of_what_a_step_takes(sim: Any) -> None:
+    held = sim.memory_allocated(0)
+    rows = TensorDataset(torch.randn(1024, 1024))
+    looks = LooksAtBatches(sim)
+    budget = held + 3 * MIB
+    strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches=1, verify="off", plan_cache=False)
+    trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1, callbacks=[looks])
+    trainer.fit(UsesAPart(), DataLoader(rows, 256))
+    assert max(looks.peaks) <= budget
+    assert not looks.plans[0].keeps_all, "a MiB of it is the batch"
 
 
 def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there() -> None:
