@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.rehearsal.comparison.comparer import compare_step, results_of, unstable_between
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
-from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, and_more
 from lightning_dpx.lightning.rehearsal.outcome import SlicesFail
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
@@ -62,7 +62,7 @@ class CountsInUse:
         finally:
             self._step.ahead = {}
         if found:
-            named = and_more(", ".join(f"self.{path}" for path in self._counts[:NAMED]), self._counts)
+            named = some_of([f"self.{path}" for path in self._counts])
             raise SlicesFail(
                 f"It uses what it adds up in {named}, where a slice has added its own part only: {ahead} further on, "
                 f"{found}.",
