@@ -173,12 +173,12 @@ class HookedStrategy(ParallelStrategy):
     def lightning_module(self) -> "pl.LightningModule | None":
         """The user's module; inside a manual step of several replicas, that of the replica."""
         # Lightning reads this about 40 times a step: a list is faster to ask than a context variable, and the
-        # instance dict than the property above.
+        # instance dict than the property above, or than by vars() and get(), which are calls.
         if OPEN_VIEWS:
             view = current_view()
             if view is not None:
                 return view.module  # type: ignore[no-any-return]
-        module: pl.LightningModule | None = vars(self).get("_lightning_module")
+        module: pl.LightningModule | None = self.__dict__["_lightning_module"]
         return module
 
     @property
