@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_dpx.commands import bench, doctor, plan, train, tune
 from lightning_dpx.commands.progress import done
-from lightning_dpx.commands.usage import DOES_NOT_FIT, ERROR, UnreadableArguments, reading_arguments
+from lightning_dpx.commands.usage import DOES_NOT_FIT, ERROR, UnreadableArguments, reading_arguments, warnings_in_words
 from lightning_dpx.errors import DPXError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import MisconfigurationException
 
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args, others = parser.parse_known_args(given)
             if others and not args.takes_more:
                 parser.error(f"unrecognized arguments: {' '.join(others)}")
-        return int(args.run(args, others))
+        with warnings_in_words():
+            return int(args.run(args, others))
     except KeyboardInterrupt:
         return _interrupted()
     except UnreadableArguments:

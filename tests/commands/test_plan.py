@@ -174,7 +174,11 @@ class Looks(Deep):
 
 def test_a_step_that_looks_at_numbers_runs_on_a_part_of_the_rows(tmp_path: Path, capsys: Any) -> None:
     _, expected = planned(capsys, "--config", config(tmp_path))
-    with pytest.warns(UserWarning, match=r"step of Looks .*_local_scalar_dense.*test_plan.py:\d+.*to all 256"):
+    with pytest.warns(UserWarning, match=r"step of Looks .*_local_scalar_dense.*test_plan.py:\d+") as told:
+        assert main(["plan", "--json", "--config", config(tmp_path, "{workload: [1, 2, 3, 4]}", "Looks")]) == 0
+    assert len({str(warning.message) for warning in told}) == 1, "Python shows it once, however many slices there are"
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="step of Looks"):
         assert main(["plan", "--json", "--config", config(tmp_path, model="Looks")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["basis"].startswith("from real steps on 32 and 64 of 256 rows, scaled, for cuda:0")

@@ -71,9 +71,10 @@ def profile_absent(
         why = reason_of(error)
         require_numbers(module, batch, error)
     rows, cut = few()
+    # Without their number, to be said once for the slices of all devices.
     warnings.warn(
         f"Fake tensors cannot run this step of {type(module).__name__} ({why}): a real one runs on few rows of the "
-        f"batch, and what it takes is scaled to all {rows}.",
+        "batch, and what it takes is scaled to all of its rows.",
         stacklevel=4,
     )
     return _on_few_rows(module, target, step, rows, cut, accumulates)

@@ -67,7 +67,9 @@ def test_a_part_of_the_rows_is_run_and_scaled_with_a_warning(name: str) -> None:
     plain, random = copy.deepcopy(module), torch.get_rng_state()
     with pytest.warns(UserWarning, match=said) as told:
         plan = dpx.search_plan(module, x, budget=0.5, device="cpu")
-    assert "a real one runs on few rows of the batch, and what it takes is scaled to all 1024" in str(told[0].message)
+    assert "a real one runs on few rows of the batch, and what it takes is scaled to all of its rows" in str(
+        told[0].message
+    )
     assert plan.basis == "from real steps on 128 and 256 of 1024 rows, scaled, for cpu: times by FLOPs and bytes"
     assert torch.equal(torch.get_rng_state(), random)
     assert plan.unplanned_peak == pytest.approx(measured_peak(module, x), rel=0.02)
@@ -87,7 +89,7 @@ def test_awkward_models_fall_back(name: str) -> None:
 
 
 def test_few_rows_are_run_as_they_are() -> None:
-    with pytest.warns(UserWarning, match="scaled to all 4"):
+    with pytest.warns(UserWarning, match="scaled to all of its rows"):
         profile = profile_module(Deep(scaled_by_its_mean), torch.randn(4, 64), device="cuda")
     assert profile.basis == "from a real step for cuda: times by FLOPs and bytes, what operators take inside by rule"
 
