@@ -113,6 +113,19 @@ def format_mib(size: float, digits: int = 1) -> str:
     return f"{size / MIB:.{digits}f} MiB"
 
 
+def unit_of_table(largest: float, digits: int = 1) -> tuple[str, int]:
+    """The unit of all sizes in a table, by name and in bytes, that shows also what is far below the largest.
+
+    Args:
+        largest: In bytes.
+        digits: Of the table, behind the point.
+    """
+    # Two digits show a hundredth of the largest, as one digit does of ten times as much.
+    if largest < 10 ** (2 - digits) * MIB:
+        return "KiB", KIB
+    return "MiB", MIB
+
+
 def format_part(part: float, whole: float) -> str:
     """A part of some bytes beside the whole, in one unit: ``"1.48 of 1.50 GiB"``."""
     if whole >= GIB:

@@ -45,7 +45,7 @@ def test_a_plan_shows_its_peaks_and_what_is_dropped_of_each_module() -> None:
     plan = dpx.search_plan(blocks(), torch.ones(64, 64), budget=0.7, progress=False)
     shown = texts(shown_by_notebook(plan))
     assert "activations: peak" in shown[0]
-    assert shown[1:5] == ["module", "values", "saves MiB", "costs ms"]
+    assert shown[1:5] == ["module", "values", "saves KiB", "costs ms"]
     dropped = {decision.module for decision in plan.decisions if decision.action != "keep"}
     assert dropped
     assert dropped <= set(shown)

@@ -17,6 +17,7 @@ from lightning_dpx.units import (
     parse_flops,
     parse_seconds,
     parse_share,
+    unit_of_table,
 )
 
 
@@ -116,3 +117,11 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.50 s"), (0.0183, "18.3 ms"), (5e-6, "5.0 us")])
 def test_times_are_told_in_the_unit_that_shows_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("largest", "digits", "unit"),
+    [(10 * 2**20, 1, "MiB"), (10 * 2**20 - 1, 1, "KiB"), (2**20, 2, "MiB"), (2**20 - 1, 2, "KiB"), (0, 1, "KiB")],
+)
+def test_tables_of_small_sizes_are_in_kib(largest: int, digits: int, unit: str) -> None:
+    assert unit_of_table(largest, digits) == (unit, {"KiB": 2**10, "MiB": 2**20}[unit])

@@ -44,7 +44,7 @@ from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page
 from lightning_dpx.progress import shown
 from lightning_dpx.simulate import simulate
-from lightning_dpx.units import MIB, format_part, parse_bytes, parse_share
+from lightning_dpx.units import format_part, parse_bytes, parse_share, unit_of_table
 
 HEADS = (
     "device", "rows", "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "planned",
@@ -463,9 +463,14 @@ def _is_cut(found: DryRun) -> bool:
     return any(one.plan is not None and one.plan.micro_batches > 1 for one in found.forecasts)
 
 
+def _unit_of(found: DryRun) -> tuple[str, int]:
+    return unit_of_table(max(max(one.peak, one.smallest) for one in found.forecasts))
+
+
 def _cells(found: DryRun) -> list[list[str]]:
     rows = []
     is_cut = _is_cut(found)
+    _, unit = _unit_of(found)
     for one in found.forecasts:
         share = one.plan.recompute_share if one.plan is not None else None
         sizes = [one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs]
@@ -474,12 +479,12 @@ def _cells(found: DryRun) -> list[list[str]]:
         sizes.append(one.unplanned)
         rows.append(
             [
-                *(one.device, str(one.rows), *(f"{size / MIB:.1f}" for size in sizes)),
-                f"{one.plan.peak / MIB:.1f}" if one.plan is not None and one.plan.peak is not None else "-",
-                f"{one.peak / MIB:.1f}",
-                f"{one.budget / MIB:.1f}" if one.budget else "-",
+                *(one.device, str(one.rows), *(f"{size / unit:.1f}" for size in sizes)),
+                f"{one.plan.peak / unit:.1f}" if one.plan is not None and one.plan.peak is not None else "-",
+                f"{one.peak / unit:.1f}",
+                f"{one.budget / unit:.1f}" if one.budget else "-",
                 f"{share:.1%}" if share is not None else "-",
-                "yes" if one.fits else f"needs {one.smallest / MIB:.1f}",
+                "yes" if one.fits else f"needs {one.smallest / unit:.1f}",
                 *([_micro_batches(one)] if is_cut else []),
             ]
         )
@@ -517,9 +522,10 @@ def _cuts(found: DryRun) -> list[str]:
 
 
 def format_dry_run(found: DryRun) -> str:
-    """A table in MiB, and the plan of the tightest device."""
+    """A table, and the plan of the tightest device."""
+    unit, _ = _unit_of(found)
     how = f" {found.basis}" if found.basis else ""
-    table = format_rows(f"a training step, in MiB, predicted{how}:", _heads(found), _cells(found))
+    table = format_rows(f"a training step, in {unit}, predicted{how}:", _heads(found), _cells(found))
     table = "\n".join([table, *_cuts(found)])
     tightest = found.tightest
     if tightest is None or tightest.plan is None or tightest.plan.keeps_all:
@@ -563,7 +569,7 @@ def write_report(found: DryRun, path: Path, machines: Machines | None = None) ->
     sections = [
         Section(
             "Devices",
-            "Predicted for one training step, in MiB.",
+            f"Predicted for one training step, in {_unit_of(found)[0]}.",
             _heads(found),
             _cells(found),
             [devices],

@@ -231,7 +231,8 @@ def test_what_does_not_fit_says_so_and_what_would(tmp_path: Path, capsys: Any) -
     assert devices[0]["smallest"] > 700 * 2**10 >= devices[1]["peak"]
     assert main(["plan", *arguments, "--save", str(tmp_path / "p.yaml")]) == 2
     printed = capsys.readouterr()
-    assert "needs 0." in printed.out
+    assert "a training step, in KiB, predicted" in printed.out
+    assert re.search(r" 700\.0 +- +needs \d+\.\d$", printed.out, re.MULTILINE)
     assert "Not all devices can meet their budget: nothing is saved" in printed.err
     assert not (tmp_path / "p.yaml").exists()
 

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
 from lightning_dpx.notebook import html_table
-from lightning_dpx.units import MIB, format_mib
+from lightning_dpx.units import format_mib, unit_of_table
 
 Action = Literal[
     "keep", "recompute", "recompute each time", "compress", "compress each time", "offload", "replay", "save less"
@@ -239,9 +239,10 @@ class MemoryPlan:
         """What a notebook shows: the peaks, and of each module what is dropped."""
         rows = []
         largest_first = sorted(_rows(self), key=lambda row: row[2], reverse=True)
+        unit, num_bytes_of_unit = _unit_of(largest_first)
         for name, count, num_bytes, seconds in largest_first:
-            rows.append((name, str(count), f"{num_bytes / MIB:.2f}", f"{seconds * 1e3:.3f}"))
-        return html_table(summary(self), ("module", "values", "saves MiB", "costs ms"), rows)
+            rows.append((name, str(count), f"{num_bytes / num_bytes_of_unit:.2f}", f"{seconds * 1e3:.3f}"))
+        return html_table(summary(self), ("module", "values", f"saves {unit}", "costs ms"), rows)
 
 
 def to_mapping(plan: MemoryPlan) -> dict[str, Any]:
@@ -407,18 +408,19 @@ def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
     rows = list(_rows(plan))
     shown = sorted(rows, key=lambda row: row[2], reverse=True)[:most_rows]
     names = {row[0] for row in shown}
-    lines = [f"{'module':40} {'values':>7} {'saves MiB':>10} {'costs ms':>9}"]
+    unit, num_bytes = _unit_of(rows)
+    lines = [f"{'module':40} {'values':>7} {f'saves {unit}':>10} {'costs ms':>9}"]
     # The largest are shown, in the order of the model.
     for name, count, size, seconds in rows:
         if name in names:
-            lines.append(f"{name[:40]:40} {count:7} {size / MIB:10.2f} {seconds * 1e3:9.3f}")
+            lines.append(f"{name[:40]:40} {count:7} {size / num_bytes:10.2f} {seconds * 1e3:9.3f}")
     if len(rows) > len(shown):
         rest = [row for row in rows if row[0] not in names]
         count = sum(row[1] for row in rest)
         size = sum(row[2] for row in rest)
         seconds = sum(row[3] for row in rest)
         name = f"({len(rest)} smaller ones)"
-        lines.append(f"{name:40} {count:7} {size / MIB:10.2f} {seconds * 1e3:9.3f}")
+        lines.append(f"{name:40} {count:7} {size / num_bytes:10.2f} {seconds * 1e3:9.3f}")
     return "\n".join([*lines, summary(plan)])
 
 
@@ -453,6 +455,10 @@ def summary(plan: MemoryPlan) -> str:
         f"{cut}activations: peak {format_mib(plan.peak)} of {format_mib(plan.unplanned_peak)} without a plan, "
         f"budget {budget}, extra time {plan.recompute_share:.1%} of a step{offloaded} ({plan.planner}{least}){basis}"
     )
+
+
+def _unit_of(rows: Sequence[tuple[str, int, int, float]]) -> tuple[str, int]:
+    return unit_of_table(max((size for _, _, size, _ in rows), default=0), 2)
 
 
 def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, int, float]]:
