@@ -295,7 +295,7 @@ class Rehearsals:
                 "Trainer(sync_batchnorm=True) makes it the whole batch's; verify='warn' runs slices all the same.",
             )
         else:
-            self._tell(call.name, outcome.comparison, is_first=bool(news) or not self._again[key])
+            self._tell(key, outcome.comparison, is_first=bool(news) or not self._again[key])
 
     def _look_again(self, call: Call) -> bool:
         """Rehearses a checked step on other rows, with the rules that were found; tells only news.
@@ -335,7 +335,7 @@ class Rehearsals:
         comparison.notes.append("The batches that were checked before had shown nothing of it")
         if strategy.session.replicas.cuts_slices:  # without them the step may not fit, and would end in the middle
             comparison.notes.append("With micro_batches=1 it stays in one piece")
-        self._tell(call.name, comparison, is_first=False)
+        self._tell(key, comparison, is_first=False)
         return True
 
     def _keep_order(self, name: str, comparison: Comparison) -> None:
@@ -462,7 +462,7 @@ class Rehearsals:
             )
         return news
 
-    def _tell(self, name: str, comparison: Comparison, *, is_first: bool) -> None:
+    def _tell(self, key: Key, comparison: Comparison, *, is_first: bool) -> None:
         """Says what was found, or acts on it."""
         if not comparison.differences:
             if is_first:
@@ -473,8 +473,9 @@ class Rehearsals:
             raise ParityError(comparison.complaint())
         elif self._verify == "first":
             text = f"on {comparison.rows} rows its slices differ from one device: {comparison.summary()}."
-            self._strategy.session.whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
-        else:
+            self._strategy.session.whole_batches.give_whole(key[0], text, "verify='warn' runs its slices all the same.")
+        # Rehearsed again because it has done something new, a step differs by what was told before as well.
+        elif not self._spot_checks.is_told(key, comparison.subjects()):
             rank_zero_warn(comparison.complaint())
 
     def _joined(self, key: Key, outcome: Outcome, news: frozenset[str]) -> MergeRules:

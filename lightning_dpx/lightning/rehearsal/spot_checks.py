@@ -20,11 +20,13 @@ class SpotChecks:
     def __init__(self) -> None:
         self._batches: dict[Key, int] = {}
         self._told: dict[Key, set[str]] = {}
+        self._subjects: dict[Key, frozenset[str]] = {}
 
     def forget(self) -> None:
         """The run is over."""
         self._batches.clear()
         self._told.clear()
+        self._subjects.clear()
 
     def is_due(self, key: Key) -> bool:
         """Counts a batch after the first, and says whether its step is looked at again."""
@@ -36,6 +38,12 @@ class SpotChecks:
     def part(self, key: Key) -> float:
         """Which rows are taken: of the others, the part in front of them, in [0, 1]."""
         return _PARTS[self._batches[key].bit_length() % len(_PARTS)]
+
+    def is_told(self, key: Key, subjects: frozenset[str]) -> bool:
+        """Whether all of that was told of this step before; it counts as told from now on."""
+        told = self._subjects.get(key, frozenset())
+        self._subjects[key] = told | subjects
+        return subjects <= told
 
     def news(self, key: Key, differences: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Those of a kind that was not told of this step before; they count as told from now on."""

@@ -100,6 +100,24 @@ def test_first_runs_such_a_step_on_one_device_from_then_on() -> None:
         fitted(ContrastsLater, make_loader(), **on_two(verify="raise"))
 
 
+class LogsOtherNames(Classifier):
+    """A loss of the whole batch; every batch logs a name that none before it did, and so the step is checked again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        self.log(f"mean_{batch_idx}", logits.mean())
+        if batch_idx > 1:
+            self.log("spread", logits.std())
+        return F.cross_entropy(logits / logits.std(), batch[1])
+
+
+def test_what_is_checked_again_is_told_again_only_where_more_of_it_differs() -> None:
+    _, said = fitted(LogsOtherNames, make_loader(6 * BATCH, BATCH), **on_two())
+    assert len(said) == 2
+    assert "the loss is" in said[0]
+    assert "logged value 'spread': " in said[1]
+
+
 def test_a_look_changes_nothing_and_ever_more_batches_lie_between_two(tmp_path: Any) -> None:
     def counted(**options: Any) -> tuple[dict[str, torch.Tensor], int]:
         path = tmp_path / str(options)[:40]

@@ -1,12 +1,15 @@
 """What a comparison found, and the line that says so."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_dpx.errors import some_of
 
 NAMED = 3  # that many names of each kind are told; the rest is counted
+_WITHOUT_NAMES = ("loss", "gradient", "new weight")
+_NUMBER = re.compile(r"(?<![\w.'])[-+]?\d[\d.,e+-]*")  # not those in names, such as net.0.weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +94,14 @@ class Comparison:
             f"dpx: checked on {self.rows} rows: {', '.join(described)} as on one device (largest difference "
             f"{short(self.largest)}; {self.stage}){skipped}{notes}."
         )
+
+    def subjects(self) -> frozenset[str]:
+        """What differs, without the numbers, which are others on other rows."""
+        found: set[str] = set()
+        for kind, text in self.differences:
+            # Of these the text names the largest ones first, which may be others, too.
+            found.add(kind if kind in _WITHOUT_NAMES else _NUMBER.sub("", text))
+        return frozenset(found)
 
     def summary(self) -> str:
         """What differs."""
