@@ -187,6 +187,7 @@ class Lifecycle:
 
     def end_run(self) -> None:
         """A run has ended as it should."""
+        self._strategy.session.tell_rest()
         self.give_up_replicas()
         forget_steps(self._strategy)
         stop_roll_call()

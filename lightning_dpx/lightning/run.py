@@ -178,6 +178,9 @@ class OneDevice(Run):
     def end_workers(self) -> None:
         """There are none."""
 
+    def tell_rest(self) -> None:
+        """Nothing was put together."""
+
     def close(self) -> None:
         """There is nothing to take off the module."""
 

@@ -415,6 +415,15 @@ class Session(Run):
         """Threads end; what runs replicas after this starts them again."""
         self.replicas.close()
 
+    def tell_rest(self) -> None:
+        """A run ends: tells what its last steps have done for the first time, as no step follows that would."""
+        if self.trainer.interrupted or self.strategy.options.verify == "off":
+            return
+        # What a step leaves is noted where the next one begins, on the same parts.
+        if not self.shifts and not self.replicas.structure.has_changed:
+            self.replicas.python_state.share(by_several=False)
+        self.rehearsals.tell_rest()
+
     def close(self) -> None:
         """Ends the workers and takes everything of a run off the module."""
         try:

@@ -26,6 +26,7 @@ from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 
 Verify = Literal["warn", "raise", "first", "off"]
+_CHECKED_AGAIN = ", and is in later batches that do it, until a check has seen it; the step is checked again"
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 
 
@@ -450,15 +451,19 @@ class Rehearsals:
             self._rehearse(replace(call, active=active))
         return True
 
-    def _take_news(self, name: str, rules: MergeRules) -> frozenset[str]:
+    def tell_rest(self) -> None:
+        """A run ends: tells what steps have done for the first time since they were rehearsed."""
+        for (name, _), rules in self._rules.items():
+            self._take_news(name, rules, "")
+
+    def _take_news(self, name: str, rules: MergeRules, then: str = _CHECKED_AGAIN) -> frozenset[str]:
         """Takes, and announces, what a step did for the first time since it was rehearsed."""
         news = rules.news.take()
         if news:
             paths = ", ".join(sorted(path.removeprefix("result.") for path in news))
             self._say(
                 f"dpx: {name} has done more in the last batch than when it was checked ({paths}): that was put "
-                "together unchecked there (an attribute holds what slices made of it), and is in later batches that do "
-                "it, until a check has seen it; the step is checked again."
+                f"together unchecked there (an attribute holds what slices made of it){then}."
             )
         return news
 

@@ -324,6 +324,22 @@ def test_every_stage_of_a_module_that_has_got_other_parts_is_checked_anew(caplog
     assert "validation_step has done more" not in caplog.text
 
 
+class KeepsTheLastLoss(Model):
+    """No step follows in which it could be seen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.trainer.is_last_batch:
+            self.last_loss = loss.item()
+        return loss
+
+
+def test_what_the_last_step_of_a_run_does_for_the_first_time_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(max_epochs=1, devices=2, strategy=dpx.DPXStrategy(execution="inline"))
+    trainer.fit(KeepsTheLastLoss(), make_loader(3 * ROWS, ROWS))
+    assert "training_step has done more in the last batch than when it was checked (self.last_loss)" in caplog.text
+
+
 class Mixes(Model):
     """As people mix rows: one number and one permutation for a batch, of which no slice can have a part."""
 
