@@ -1,5 +1,6 @@
 """A second step on the same rows: it shows whether what a step keeps is used, set anew, or added to."""
 
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 # What says of the whole rehearsal what became of it, and is no failure of the second step.
 _OF_REHEARSAL = (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal)
+
+_PARTS_OF_A_STEP = 100  # of what a step has added to a number: one of them short of it, the next step raises it again
 
 _KEEP_ELSEWHERE = (
     "For all devices to take part, compute it from self.all_gather(...) in the step, or in on_train_batch_end and its "
@@ -76,7 +79,8 @@ class SecondSteps:
         if found is None:
             return
         again, sliced = found
-        _settle_numbers(judge, again, whole, out)
+        of_news = _settle_numbers(judge, again, whole, out)
+        self._tell_extremes(judge, out, first, of_news)
         added_up = self._adding_up(out.kept, first, whole)
         _settle_buffers(judge, again, out)
         # State was compared after the first step, and what steps keep differs by design.
@@ -92,6 +96,34 @@ class SecondSteps:
             raise SlicesFail(out.uses_kept(second.summary()), _KEEP_ELSEWHERE)
         if added_up:
             out.blame_sums(added_up)
+
+    def _tell_extremes(self, judge: JudgingRules, out: Comparison, first: Observation, of_news: Sequence[str]) -> None:
+        """Tells numbers that are the largest sum of a batch so far, and no counts of what is new.
+
+        A second step on the same rows changes neither of them. But a number that was a little less before the batch is
+        raised to the sum of all its rows by one device, and by no slice; a count goes on from there on both sides.
+        """
+        for path in of_news:
+            before, after = first.state_before.get(path), first.numbers[path]
+            if type(before) not in (int, float) or type(after) not in (int, float) or before == after:
+                continue
+            short_of_it = (after - before) / _PARTS_OF_A_STEP
+            if isinstance(after, int):
+                short_of_it = int(math.copysign(1, short_of_it))
+            self._step.ahead = {path: after - before - short_of_it}
+            try:
+                whole = self._whole_run.observe(sum(self._sizes))
+                again, _ = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
+            finally:
+                self._step.ahead = {}
+            if Rule(kind="added") not in again.attributes.numbers.fitting.get(path, ()):
+                judge.attributes.settle(path, ())
+                out.differences.append(
+                    ("kept", f"self.{path} is the largest that a batch has come to, and no slice does")
+                )
+            else:
+                # The largest number of a batch, where that is the sum of its slices', looks like it.
+                out.notes.append(f"What slices add to self.{path} is added up, as of a count of what is new")
 
     def _compared_but_for_roundings(
         self, judge: JudgingRules, whole: Observation, sliced: Observation
@@ -190,11 +222,12 @@ class SecondSteps:
         return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]
 
 
-def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation, out: Comparison) -> None:
-    """Leaves the rules of numbers that hold in the second step, too.
+def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation, out: Comparison) -> list[str]:
+    """Leaves the rules of numbers that hold in the second step, too; returns those that seem to count what is new.
 
     What is added to differs in a second step from what is set, while in a first one both are alike.
     """
+    of_news: list[str] = []
     attributes = judge.attributes
     numbers = again.attributes.numbers
     for path in attributes.numbers.unsettled:
@@ -214,8 +247,7 @@ def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation
         if path not in attributes.rebound:
             out.differences.append(("kept", f"self.{path} comes together from slices in a first step only"))
         elif path not in whole.changed_numbers and attributes.rules[f"self.{path}"].kind == "added":
-            # The largest number of a batch, where that is the sum of its slices', looks like it.
-            out.notes.append(f"What slices add to self.{path} is added up, as of a count of what is new")
+            of_news.append(path)
     for path in sorted(attributes.rebound & numbers.fitting.keys() - numbers.equal):
         fits = numbers.fitting[path]
         # A running minimum that begins at infinity is the mean of its slices once, and then no more.
@@ -224,6 +256,7 @@ def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation
         attributes.settle(path, [rule for rule in attributes.numbers.fitting[path] if rule in fits])
         if path not in attributes.rebound:
             out.differences.append(("kept", _only_at_first(path)))
+    return of_news
 
 
 def _settle_buffers(judge: JudgingRules, again: JudgingRules, out: Comparison) -> None:

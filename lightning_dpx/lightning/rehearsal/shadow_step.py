@@ -82,7 +82,7 @@ class ShadowStep:
         self.guest: Guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
         self.trains_norms = False
-        self.ahead: dict[str, int] = {}
+        self.ahead: dict[str, float] = {}
         self.changes_settings = False
         self.saves_on_host = False
         self.tolerance: Tolerance = _tolerance_of(strategy, module, call)

@@ -227,6 +227,28 @@ def test_a_count_of_what_is_new_is_that_of_one_device(own: Any, num_devices: int
     assert ours.figures == fitted(CountsWhatIsNew).figures
 
 
+class LargestSums(Model):
+    """Of a batch until now, which in a first one are the sums of its slices'."""
+
+    def begin(self) -> None:
+        self.most = 0.0
+        self.rows = 0
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.most = max(self.most, float(rows.abs().sum()))
+        self.rows = max(self.rows, len(rows))
+
+    def kept(self) -> list[Any]:
+        return [self.most, self.rows]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_the_largest_sum_of_a_batch_is_no_count_of_what_is_new(own: Any, num_devices: int) -> None:
+    """Later ones were lost without a word."""
+    with pytest.warns(UserWarning, match=r"self\.most is the largest that .*self\.rows is the largest that"):
+        fitted(LargestSums, strategy=dpx.DPXStrategy(**own), devices=num_devices)
+
+
 class CountsBesideRoot(Sums):
     """The loss is none of slices, and announced; what is counted beside it comes together all the same."""
 
