@@ -63,6 +63,7 @@ class Outcome:
     findings: dict[str, Finding] = field(default_factory=dict)
     logged: dict[str, Finding] = field(default_factory=dict)
     unstable: frozenset[str] = frozenset()
+    rounding: frozenset[str] = frozenset()
 
     def settle_numbers(self) -> None:
         """Drops the rules of numbers that may be added to or set: several rules still fit them.

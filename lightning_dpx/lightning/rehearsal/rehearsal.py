@@ -318,12 +318,17 @@ class Rehearsal:
         # Notes on rules and on values that were skipped are written again by the comparer below.
         comparison.notes = [note for note in comparison.notes if "put together" not in note]
         comparison.skipped = [text for text in comparison.skipped if not text.startswith(of_values)]
-        comparer = Comparer(self._step.tolerance, base.unstable)
+        comparer = Comparer(self._step.tolerance, base.unstable, base.rounding, draws=base.judge.draws)
         comparer.values("logged value", logged, comparison)
         comparer.values("output", {path: findings[path] for path in findings if not is_kept(path)}, comparison)
         comparer.values("kept value", {path: findings[path] for path in findings if is_kept(path)}, comparison)
         return Outcome(
-            comparison=comparison, judge=base.judge, findings=findings, logged=logged, unstable=base.unstable
+            comparison=comparison,
+            judge=base.judge,
+            findings=findings,
+            logged=logged,
+            unstable=base.unstable,
+            rounding=base.rounding,
         )
 
     def _on_rows(self, factor: int) -> Outcome:

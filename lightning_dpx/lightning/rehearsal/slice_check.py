@@ -90,7 +90,7 @@ class SliceCheck:
             # The second judge knows what is unstable, and is told of the draws that the first one has seen.
             judge, again = self._sliced_run.observe(self._sizes, self._whole, reduction, unstable)
             self._note_draws(judge, sliced)
-            comparison = self._compared(judge, again, unstable)
+            comparison = self._compared(judge, again, unstable, rounding)
         second = SecondSteps(self._step, self._whole_run, self._sliced_run, self._sizes)
         # What changes from run to run cannot be compared in a second step either.
         if unstable - rounding and not self._is_look:
@@ -105,6 +105,7 @@ class SliceCheck:
             findings={**judge.findings, **judge.attributes.findings},
             logged=judge.logged_findings,
             unstable=unstable,
+            rounding=rounding,
         )
 
     def _by_mean_or_sum(self, judge: JudgingRules, sliced: Observation) -> tuple[JudgingRules, Observation]:
@@ -127,8 +128,16 @@ class SliceCheck:
         # A step that draws for the first time later on is checked again, so any draw counts here.
         judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
 
-    def _compared(self, judge: JudgingRules, sliced: Observation, unstable: frozenset[str] = frozenset()) -> Comparison:
-        return compare_step(self._step, self._whole, sliced, judge, sizes=self._sizes, unstable=unstable)
+    def _compared(
+        self,
+        judge: JudgingRules,
+        sliced: Observation,
+        unstable: frozenset[str] = frozenset(),
+        rounding: frozenset[str] = frozenset(),
+    ) -> Comparison:
+        return compare_step(
+            self._step, self._whole, sliced, judge, sizes=self._sizes, unstable=unstable, rounding=rounding
+        )
 
     def _magnified(self) -> dict[str, float]:
         """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""

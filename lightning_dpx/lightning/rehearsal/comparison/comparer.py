@@ -30,11 +30,22 @@ class Comparer:
         tolerance: How far they may be apart.
         unstable: What changes from run to run and may be apart: "loss"; a path of an output, or of a logged value;
             "gradient", "new weight" or "state" with a path after a colon; with "structure", not in numbers only.
+        rounding: What of that is apart as roundings grow.
+        draws: Whether the step draws random numbers.
     """
 
-    def __init__(self, tolerance: Tolerance, unstable: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        tolerance: Tolerance,
+        unstable: frozenset[str] = frozenset(),
+        rounding: frozenset[str] = frozenset(),
+        *,
+        draws: bool = True,
+    ) -> None:
         self._tolerance = tolerance
         self._unstable = unstable
+        self._rounding = rounding
+        self._draws = draws
 
     def compare(self, whole: Observation, sliced: Observation, judge: JudgingRules, out: Comparison) -> None:
         """Fills in ``out``."""
@@ -67,7 +78,7 @@ class Comparer:
         if whole.loss is None or sliced.loss is None:
             out.apart.add("loss")
             if "loss" in self._unstable:
-                out.skipped.append("loss (it depends on random draws or roundings)")
+                out.skipped.append(f"loss (it depends on {self._cause(['loss'])})")
                 return
             out.differences.append(("loss", "the loss is None on one device or in slices, but not on both"))
             return
@@ -80,13 +91,22 @@ class Comparer:
             return
         out.apart.add("loss")
         if "loss" in self._unstable:
-            out.skipped.append("loss (it depends on random draws or roundings)")
+            out.skipped.append(f"loss (it depends on {self._cause(['loss'])})")
             return
         # Both ways are shown: which of them is nearer tells what kind of loss it is.
         numbers = [f"{value:.6g} as the {name}" for name, value in judge.loss.values.items()]
         of_slices = " and ".join(numbers) or f"{float(sliced.loss):.6g}"
         text = f"the loss is {float(whole.loss):.6g} on one device, {of_slices} of the slices'"
         out.differences.append(("loss", text))
+
+    def _cause(self, unstable: Collection[str]) -> str:
+        """What these paths are apart for."""
+        causes: list[str] = []
+        if not self._rounding.issuperset(unstable):
+            causes.append("random draws" if self._draws else "what changes from run to run")
+        if not self._rounding.isdisjoint(unstable):
+            causes.append("roundings")
+        return " or ".join(causes)
 
     def _tensors(
         self, kind: str, whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor], out: Comparison
@@ -99,7 +119,8 @@ class Comparer:
         out.apart.update(f"{kind}:{name}" for name in wrong)
         skipped = [name for name in wrong if f"{kind}:{name}" in self._unstable]
         if skipped:
-            out.skipped.append(f"{len(skipped)} {kind}s (they depend on random draws or roundings)")
+            cause = self._cause([f"{kind}:{name}" for name in skipped])
+            out.skipped.append(f"{len(skipped)} {kind}s (they depend on {cause})")
         for name in skipped:
             del wrong[name]
         if wrong:
@@ -151,7 +172,7 @@ class Comparer:
         out.largest = max([out.largest, *(found.error for found in good)])
         if unseen:
             named = ", ".join(_name_of(found.path) for found in unseen[:NAMED])
-            out.skipped.append(f"{kind} {named} (random draws or roundings)")
+            out.skipped.append(f"{kind} {named} ({self._cause([found.path for found in unseen])})")
         for found in good:
             # Rules that a user would not expect, and that may fit a few rows by chance.
             kinds = [rule.kind for rule in found.rules]
@@ -349,6 +370,7 @@ def compare_step(
     *,
     sizes: tuple[int, ...],
     unstable: frozenset[str] = frozenset(),
+    rounding: frozenset[str] = frozenset(),
 ) -> Comparison:
     """Compares all that was observed of a step.
 
@@ -359,9 +381,11 @@ def compare_step(
         judge: The rules by which they were put together.
         sizes: Rows of each slice.
         unstable: See :class:`Comparer`.
+        rounding: Likewise.
     """
     comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=step.call.name)
-    Comparer(step.tolerance, unstable).compare(whole, sliced, judge, comparison)
+    comparer = Comparer(step.tolerance, unstable, rounding, draws=judge.draws)
+    comparer.compare(whole, sliced, judge, comparison)
     if step.norms:
         named = ", ".join(step.norms[:3])
         more = ", ..." if len(step.norms) > 3 else ""
