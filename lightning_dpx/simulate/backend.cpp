@@ -7,6 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorFactories.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -425,6 +426,15 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, &allocator, kSimKeys, c10::dtype_or_default(dtype));
 }
 
+// Zeros without memory, which forward-mode derivatives begin with; PyTorch makes real ones of them where it must.
+at::Tensor efficient_zeros(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
+  auto nothing = at::native::ZeroTensorAllocator(placed(device));
+  auto keys = kSimKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(size, &nothing, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
+
 struct Copies {
   int64_t count = 0, bytes = 0;
 };
@@ -540,6 +550,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);
   m.impl("record_stream", record_stream);

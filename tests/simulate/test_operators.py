@@ -79,6 +79,7 @@ OPERATORS = {
     "eye": lambda x: torch.eye(3, device=x.device),
     "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
     "vmap": lambda x: torch.func.vmap(lambda row: row * row.sum())(x),
+    "derivative forwards": lambda x: torch.func.jvp(lambda y: F.linear(y, x, x[:, 0]), (x,), (torch.ones_like(x),))[1],
     "loss": lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.long, device=x.device)),
     "foreach": lambda x: torch._foreach_add([x, x], 1.0)[1],
     "pad": lambda x: F.pad(x, (1, 1)),
@@ -90,6 +91,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, for derivatives forwards
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_give_the_numbers_of_the_cpu(name) -> None:
     result = OPERATORS[name](ROWS.to("sim:1"))
