@@ -60,6 +60,7 @@ class CountsInUse:
             ahead = self._first_change(first)
             found = "" if ahead is None else self._difference(judge, ahead)
         finally:
+            # Later runs of the rehearsal begin where the module does.
             self._step.ahead = {}
         if found:
             named = some_of([f"self.{path}" for path in self._counts])
@@ -75,6 +76,7 @@ class CountsInUse:
         by_row = self._changed(first, 1)
         if self._changed(first, _FAR) <= by_row:
             return None
+        # By factors first, as levels lie thousands of rows apart or a few.
         low, high = 1, _FAR
         while high - low > 1:
             middle = (low + high) // 2 if high <= 2 * low else math.isqrt(low * high)
@@ -95,6 +97,7 @@ class CountsInUse:
         self._step.ahead = dict.fromkeys(self._counts, ahead)
         try:
             return self._whole_run.observe(sum(self._sizes))
+        # Of a step that does not fit nothing is known, and no level either.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  the run may never come so far
@@ -106,6 +109,7 @@ class CountsInUse:
         whole = self._observed_whole(ahead)
         if whole is None:
             return ""
+        # Rules are found anew: those of before hold for the old level.
         again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
         return compare_step(self._step, whole, sliced, again, sizes=self._sizes).summary()
 
@@ -115,6 +119,7 @@ def _counts_among(judge: JudgingRules, first: Observation) -> list[str]:
     numbers = judge.attributes.numbers
     added = [path for path, fitting in numbers.fitting.items() if Rule(kind="added") in fitting[:1]]
     found = [path for path in added if path not in numbers.equal and _is_count(first.numbers[path])]
+    # A number of steps is the same on all slices, and its rule is the first one's.
     of_buffers = [path for path, rule in judge.buffers.items() if rule == "sum"]
     return [*found, *(path for path in of_buffers if _is_count(first.state.get(path)))]
 
@@ -123,4 +128,5 @@ def _is_count(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
         return is_integer and value.numel() == 1
+    # A truth is an int as well, and is not counted with.
     return type(value) is int

@@ -98,32 +98,39 @@ class SecondSteps:
             out.blame_sums(added_up)
 
     def _tell_extremes(self, judge: JudgingRules, out: Comparison, first: Observation, of_news: Sequence[str]) -> None:
-        """Tells numbers that are the largest sum of a batch so far, and no counts of what is new.
+        """Tells numbers that are the largest sum of a batch so far, and those that count what is new.
 
-        A second step on the same rows changes neither of them. But a number that was a little less before the batch is
-        raised to the sum of all its rows by one device, and by no slice; a count goes on from there on both sides.
+        A second step on the same rows changes neither of them.
         """
         for path in of_news:
-            before, after = first.state_before.get(path), first.numbers[path]
-            if type(before) not in (int, float) or type(after) not in (int, float) or before == after:
-                continue
-            short_of_it = (after - before) / _PARTS_OF_A_STEP
-            if isinstance(after, int):
-                short_of_it = int(math.copysign(1, short_of_it))
-            self._step.ahead = {path: after - before - short_of_it}
-            try:
-                whole = self._whole_run.observe(sum(self._sizes))
-                again, _ = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
-            finally:
-                self._step.ahead = {}
-            if Rule(kind="added") not in again.attributes.numbers.fitting.get(path, ()):
+            if self._is_largest(judge, first, path):
                 judge.attributes.settle(path, ())
-                out.differences.append(
-                    ("kept", f"self.{path} is the largest that a batch has come to, and no slice does")
-                )
+                text = f"self.{path} is the largest that a batch has come to, and no slice does"
+                out.differences.append(("kept", text))
             else:
                 # The largest number of a batch, where that is the sum of its slices', looks like it.
                 out.notes.append(f"What slices add to self.{path} is added up, as of a count of what is new")
+
+    def _is_largest(self, judge: JudgingRules, first: Observation, path: str) -> bool:
+        """Whether a number that was a little less before the batch is raised by one device, and by no slice.
+
+        The sum of all rows is more than it was, and that of some is not; a count goes on from there on both sides.
+        """
+        before, after = first.state_before.get(path), first.numbers[path]
+        # Tensors are left out: what a step adds to one, element by element, is seldom the largest of anything.
+        if type(before) not in (int, float) or type(after) not in (int, float) or before == after:
+            return False
+        short_of_it = (after - before) / _PARTS_OF_A_STEP
+        if isinstance(after, int):
+            short_of_it = int(math.copysign(1, short_of_it))
+        # A shadow begins with what the module has, so this is what it is ahead of that.
+        self._step.ahead = {path: after - before - short_of_it}
+        try:
+            whole = self._whole_run.observe(sum(self._sizes))
+            again, _ = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
+        finally:
+            self._step.ahead = {}
+        return Rule(kind="added") not in again.attributes.numbers.fitting.get(path, ())
 
     def _compared_but_for_roundings(
         self, judge: JudgingRules, whole: Observation, sliced: Observation
