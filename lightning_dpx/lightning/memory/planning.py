@@ -97,7 +97,7 @@ class MemoryPlanning:
         self._trained = TrainedParameters()
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self._confirmation = Confirmation()
-        self._peaks = PeakCheck(self.forecast, lambda: self.budgets.option)
+        self._peaks = PeakCheck(self.forecast, self._option)
         self._other_steps = OtherSteps()
         self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
         self._has_told_of_calls = False
@@ -282,6 +282,10 @@ class MemoryPlanning:
                 num_bytes = bytes_of_tensors(batch_slice.batch)
                 self._planned_bytes[home] = max(num_bytes, self._planned_bytes.get(home, 0))
             self._confirmation.restart(before_batches=bool(source))
+
+    def _option(self) -> str:
+        """What has led to the budget that there is now, as a user writes it."""
+        return self.budgets.option
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
