@@ -7,7 +7,7 @@ from typing import Any
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.replicas.merging.rule_search import Finding
-from lightning_dpx.replicas.merging.rules import MEANS
+from lightning_dpx.replicas.merging.rules import MEANS, Kind
 
 
 class NotRehearsed(Exception):  # noqa: N818  the step goes on without
@@ -94,16 +94,24 @@ class Outcome:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether other rows could show more: several rules fit, of values that were not zero.
+        """Whether other rows could show more: several rules fit, of values that were not zero."""
+        return any(self._fitting_kinds())
 
-        Where several kinds of mean fit, rows are nearly alike (losses of a network that has learned nothing yet), and
-        other rows of the batch are, too. Later batches tell them apart.
+    @property
+    def is_some_mean(self) -> bool:
+        """Whether no rules but kinds of mean are left to choose from.
+
+        Rows are nearly alike there, such as the losses of a network that has learned nothing yet.
         """
+        return all(kinds <= MEANS for kinds in self._fitting_kinds())
+
+    def _fitting_kinds(self) -> list[set[Kind]]:
+        """The kinds of rules that fit a value, of each that several fit."""
+        found: list[set[Kind]] = []
         for one in self._unsure:
-            kinds = {rule.kind for rule in one.rules}
-            if len(one.rules) > 1 and one.rules[0].kind != "by type" and not kinds <= MEANS:
-                return True
-        return False
+            if len(one.rules) > 1 and one.rules[0].kind != "by type":
+                found.append({rule.kind for rule in one.rules})
+        return found
 
     @property
     def _unsure(self) -> list[Finding]:

@@ -261,6 +261,10 @@ class Rehearsal:
             # Asked each time, as every further look may leave one rule only.
             if not outcome.is_ambiguous:
                 break
+            # Rows that are nearly alike mostly are so in the whole batch. But where it is sorted, the last ones are
+            # others, and there may be no later batch to tell means apart.
+            if outcome.is_some_mean and len(looked_at) > 1:
+                break
             self._rows.skipped = part
             # A small batch has not as many other rows.
             if self._rows.taken() in looked_at:

@@ -851,6 +851,27 @@ def test_logged_values_are_those_of_one_device(hardware, execution, fitted, num_
     assert_equal(seen.values, fitted(LogsMuch).values)
 
 
+class RootOfErrors(LightningModule):
+    """Logs the root of the mean squared error of rows (B, 1), which are the errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("rmse", (self.scale * batch[0]).square().mean().sqrt())
+
+
+def test_means_are_told_apart_by_the_last_rows_of_a_sorted_batch_of_which_there_is_one() -> None:
+    """The first 48 rows are so nearly alike that every kind of mean fits them; the last 16 are not."""
+    nearly_alike = 1 + 2e-3 * torch.randn(48, 1, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(torch.cat([nearly_alike, torch.arange(16.0)[:, None]])), 64)
+    (alone,) = make_trainer().validate(RootOfErrors(), loader, verbose=False)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    (ours,) = trainer.validate(RootOfErrors(), loader, verbose=False)
+    assert ours["rmse"] == pytest.approx(alone["rmse"], rel=1e-5)
+
+
 def test_a_logged_value_that_nothing_reproduces_is_named(fitted) -> None:
     class Median(Model):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
