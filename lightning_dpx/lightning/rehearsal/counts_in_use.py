@@ -23,7 +23,10 @@ from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.replicas.merging.rules import Rule
 
-_FAR = 2**30  # rows beyond those that were counted: more than runs have
+# What is added to a count until a run without an end is over. A step may well run up to its count, or make a tensor as
+# long, so it never begins much further on than the run comes.
+_FAR = 2**24
+_MORE = 2  # times as much as was added to the first batch, as batches may differ
 
 
 class CountsInUse:
@@ -74,10 +77,10 @@ class CountsInUse:
         """The smallest number of rows after which the step does something else; ``None`` if it never does."""
         # What follows the count row by row (a log of it) was compared already: that would differ as it is.
         by_row = self._changed(first, 1)
-        if self._changed(first, _FAR) <= by_row:
+        low, high = 1, self._farthest(first)
+        if self._changed(first, high) <= by_row:
             return None
         # By factors first, as levels lie thousands of rows apart or a few.
-        low, high = 1, _FAR
         while high - low > 1:
             middle = (low + high) // 2 if high <= 2 * low else math.isqrt(low * high)
             if self._changed(first, middle) <= by_row:
@@ -85,6 +88,16 @@ class CountsInUse:
             else:
                 high = middle
         return high
+
+    def _farthest(self, first: Observation) -> int:
+        """How much is added to any of the counts until the run is over, at the most."""
+        call = self._step.call
+        num_batches = _batches_of_run(self._step.strategy.lightning_module.trainer)
+        if call.name != "training_step" or not math.isfinite(num_batches):
+            return _FAR
+        of_few_rows = max(_added(path, first) for path in self._counts)
+        of_batch = _MORE * of_few_rows * call.num_rows / sum(self._sizes)
+        return int(min(_FAR, max(2, num_batches * of_batch)))
 
     def _changed(self, first: Observation, ahead: int) -> frozenset[str]:
         """What the step does otherwise when its counts begin so much further on."""
@@ -122,6 +135,23 @@ def _counts_among(judge: JudgingRules, first: Observation) -> list[str]:
     # A number of steps is the same on all slices, and its rule is the first one's.
     of_buffers = [path for path, rule in judge.buffers.items() if rule == "sum"]
     return [*found, *(path for path in of_buffers if _is_count(first.state.get(path)))]
+
+
+def _added(path: str, first: Observation) -> float:
+    """What the step as one device has added to a count."""
+    after = first.numbers.get(path, first.state.get(path))
+    before = first.state_before.get(path)  # a first step may make it
+    return abs(float(after) - float(before or 0))
+
+
+def _batches_of_run(trainer: Any) -> float:
+    """How many batches it trains on, at the most; infinity where that is not known."""
+    bounds = [math.inf]
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        bounds.append(trainer.max_epochs * trainer.num_training_batches)
+    if trainer.max_steps >= 0:
+        bounds.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    return float(min(bounds))
 
 
 def _is_count(value: Any) -> bool:

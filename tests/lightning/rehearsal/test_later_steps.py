@@ -396,6 +396,17 @@ class LevelOfTheRowsBefore(Model):
         return self.num_seen
 
 
+class LevelBeyondTheRun(Model):
+    """A level begins long after the run has ended."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_seen = getattr(self, "num_seen", 0) + len(batch[0])
+        return self.loss([batch[0] * (1 + self.num_seen // 100_000), batch[1]])
+
+    def kept(self) -> Any:
+        return self.num_seen
+
+
 class CountsFromNothing(Model):
     """The first step makes a count, a sum in a tensor, and a number that each step sets anew."""
 
@@ -420,7 +431,7 @@ class Freezes(Model):
 
 
 @pytest.mark.parametrize(("options", "devices"), WAYS)
-@pytest.mark.parametrize("kind", [SumsFromZero, CountsFromNothing, LevelOfTheRowsBefore, Freezes])
+@pytest.mark.parametrize("kind", [SumsFromZero, CountsFromNothing, LevelOfTheRowsBefore, LevelBeyondTheRun, Freezes])
 def test_what_goes_on_from_step_to_step_is_that_of_one_device(kind: type[Model], options: Any, devices: int) -> None:
     found, said = fitted(kind, devices, **options)
     assert found == fitted(kind)[0]
