@@ -46,22 +46,23 @@ class CountsInUse:
         self._sizes = sizes
         self._counts: list[str] = []
 
-    def refuse(self, judge: JudgingRules, first: Observation) -> None:
+    def refuse(self, judge: JudgingRules, first: Observation, told: frozenset[str]) -> None:
         """Refuses slices where the step uses what it counts, after it has counted.
 
         Args:
             judge: By whose rules slices are what one device is, as the counts are now.
             first: The step as one device.
+            told: What differs as the counts are now.
 
         Raises:
-            SlicesFail: they are not, a number of rows later.
+            SlicesFail: more does, a number of rows later.
         """
         self._counts = _counts_among(judge, first)
         if not self._counts:
             return
         try:
             ahead = self._first_change(first)
-            found = "" if ahead is None else self._difference(judge, ahead)
+            found = "" if ahead is None else self._difference(judge, ahead, told)
         finally:
             # Later runs of the rehearsal begin where the module does.
             self._step.ahead = {}
@@ -117,14 +118,15 @@ class CountsInUse:
             traceback.clear_frames(error.__traceback__)
             return None
 
-    def _difference(self, judge: JudgingRules, ahead: int) -> str:
-        """What slices do otherwise than one device when their counts begin so much further on; empty if nothing."""
+    def _difference(self, judge: JudgingRules, ahead: int, told: frozenset[str]) -> str:
+        """What slices do otherwise than one device when their counts begin so much further on; empty if no news."""
         whole = self._observed_whole(ahead)
         if whole is None:
             return ""
         # Rules are found anew: those of before hold for the old level.
         again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
-        return compare_step(self._step, whole, sliced, again, sizes=self._sizes).summary()
+        found = compare_step(self._step, whole, sliced, again, sizes=self._sizes)
+        return "" if found.subjects() <= told else found.summary()
 
 
 def _counts_among(judge: JudgingRules, first: Observation) -> list[str]:

@@ -161,6 +161,14 @@ class LevelInABuffer(Model):
         return self.loss([batch[0] * levels[int(self.num_seen) // 30], batch[1]])
 
 
+class LevelBesideADifference(LevelByRows):
+    """What is told of the step has nothing to do with its level."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("median", batch[0].median())
+        return super().training_step(batch, batch_idx)
+
+
 class ByHand(Model):
     """Steps its optimizer itself."""
 
@@ -207,7 +215,7 @@ class SpreadByHand(ByHand):
     "kind",
     [
         AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, LevelByRows, LevelInABuffer,
-        AveragesLaterByHand, QueueByHand,
+        LevelBesideADifference, AveragesLaterByHand, QueueByHand,
     ],
 )  # fmt: skip
 def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
