@@ -157,8 +157,9 @@ def _batches_of_run(trainer: Any) -> float:
 
 
 def _is_count(value: Any) -> bool:
+    """Whether it is one whole number; counts in buffers, and of tokens, are often floats."""
     if isinstance(value, torch.Tensor):
-        is_integer = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
-        return is_integer and value.numel() == 1
+        is_real = value.dtype != torch.bool and not value.is_complex()
+        return is_real and value.numel() == 1 and float(value).is_integer()
     # A truth is an int as well, and is not counted with.
-    return type(value) is int
+    return type(value) in (int, float) and float(value).is_integer()

@@ -161,6 +161,16 @@ class LevelInABuffer(Model):
         return self.loss([batch[0] * levels[int(self.num_seen) // 30], batch[1]])
 
 
+class LevelInAFloat(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_seen", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_seen += len(batch[0])
+        return self.loss([batch[0] * (1 + float(self.num_seen) // 30), batch[1]])
+
+
 class LevelBesideADifference(LevelByRows):
     """What is told of the step has nothing to do with its level."""
 
@@ -215,7 +225,7 @@ class SpreadByHand(ByHand):
     "kind",
     [
         AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, LevelByRows, LevelInABuffer,
-        LevelBesideADifference, AveragesLaterByHand, QueueByHand,
+        LevelInAFloat, LevelBesideADifference, AveragesLaterByHand, QueueByHand,
     ],
 )  # fmt: skip
 def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
