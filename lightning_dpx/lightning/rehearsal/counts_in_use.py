@@ -141,8 +141,8 @@ def _counts_among(judge: JudgingRules, first: Observation) -> list[str]:
 
 def _added(path: str, first: Observation) -> float:
     """What the step as one device has added to a count."""
-    after = first.numbers.get(path, first.state.get(path))
-    before = first.state_before.get(path)  # a first step may make it
+    after: Any = first.numbers.get(path, first.state.get(path))
+    before: Any = first.state_before.get(path)  # a first step may make it
     return abs(float(after) - float(before or 0))
 
 
