@@ -45,6 +45,7 @@ class CountsInUse:
         self._sliced_run = sliced_run
         self._sizes = sizes
         self._counts: list[str] = []
+        self._added: dict[str, float] = {}
 
     def refuse(self, judge: JudgingRules, first: Observation, told: frozenset[str]) -> None:
         """Refuses slices where the step uses what it counts, after it has counted.
@@ -60,6 +61,8 @@ class CountsInUse:
         self._counts = _counts_among(judge, first)
         if not self._counts:
             return
+        # Of what is left (of a warm-up, say) steps take away.
+        self._added = {path: _added(path, first) for path in self._counts}
         try:
             ahead = self._first_change(first)
             found = "" if ahead is None else self._difference(judge, ahead, told)
@@ -78,7 +81,7 @@ class CountsInUse:
         """The smallest number of rows after which the step does something else; ``None`` if it never does."""
         # What follows the count row by row (a log of it) was compared already: that would differ as it is.
         by_row = self._changed(first, 1)
-        low, high = 1, self._farthest(first)
+        low, high = 1, self._farthest()
         if self._changed(first, high) <= by_row:
             return None
         # By factors first, as levels lie thousands of rows apart or a few.
@@ -90,13 +93,13 @@ class CountsInUse:
                 high = middle
         return high
 
-    def _farthest(self, first: Observation) -> int:
+    def _farthest(self) -> int:
         """How much is added to any of the counts until the run is over, at the most."""
         call = self._step.call
         num_batches = _batches_of_run(self._step.strategy.lightning_module.trainer)
         if call.name != "training_step" or not math.isfinite(num_batches):
             return _FAR
-        of_few_rows = max(_added(path, first) for path in self._counts)
+        of_few_rows = max(map(abs, self._added.values()))
         of_batch = _MORE * of_few_rows * call.num_rows / sum(self._sizes)
         return int(min(_FAR, max(2, num_batches * of_batch)))
 
@@ -108,7 +111,7 @@ class CountsInUse:
         return results_of(unstable_between(first, other, self._step.tolerance))
 
     def _observed_whole(self, ahead: int) -> Observation | None:
-        self._step.ahead = dict.fromkeys(self._counts, ahead)
+        self._step.ahead = {path: -ahead if added < 0 else ahead for path, added in self._added.items()}
         try:
             return self._whole_run.observe(sum(self._sizes))
         # Of a step that does not fit nothing is known, and no level either.
@@ -143,7 +146,7 @@ def _added(path: str, first: Observation) -> float:
     """What the step as one device has added to a count."""
     after: Any = first.numbers.get(path, first.state.get(path))
     before: Any = first.state_before.get(path)  # a first step may make it
-    return abs(float(after) - float(before or 0))
+    return float(after) - float(before or 0)
 
 
 def _batches_of_run(trainer: Any) -> float:

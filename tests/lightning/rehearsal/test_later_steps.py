@@ -171,6 +171,21 @@ class LevelInAFloat(Model):
         return self.loss([batch[0] * (1 + float(self.num_seen) // 30), batch[1]])
 
 
+class LevelOfWhatIsLeft(Model):
+    """Steps take their rows from a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left = 30
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_left -= len(batch[0])
+        return self.loss([batch[0] * (2 if self.num_left <= 0 else 1), batch[1]])
+
+    def kept(self) -> Any:
+        return self.num_left
+
+
 class LevelBesideADifference(LevelByRows):
     """What is told of the step has nothing to do with its level."""
 
@@ -225,7 +240,7 @@ class SpreadByHand(ByHand):
     "kind",
     [
         AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, LevelByRows, LevelInABuffer,
-        LevelInAFloat, LevelBesideADifference, AveragesLaterByHand, QueueByHand,
+        LevelInAFloat, LevelOfWhatIsLeft, LevelBesideADifference, AveragesLaterByHand, QueueByHand,
     ],
 )  # fmt: skip
 def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
