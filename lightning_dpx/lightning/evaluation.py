@@ -35,7 +35,7 @@ class EvaluationFlow:
         """
         session = self._session
         session.before_evaluation_batch()
-        if not session.follow_structure():
+        if not session.follow_structure(name):
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         # To cut is to make replicas anew, which may fail and leave one device.
         if session.memory.cuts_evaluation(name, args, kwargs) and session.strategy.session is not session:

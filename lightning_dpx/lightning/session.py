@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from lightning_dpx.errors import ReplicationError
+from lightning_dpx.errors import ReplicationError, some_of
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.evaluation import EvaluationFlow, loader_index
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_api import TrainerFn, pl, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
+from lightning_dpx.lightning.metrics.metric_watch import MetricWatch
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batches import MicroBatchSteps
 from lightning_dpx.lightning.optimizer_settings import OptimizerSettings
@@ -63,6 +64,7 @@ class Session(Run):
     Attributes:
         module: The user's own module.
         has_processes: Whether gradients are summed with those of other processes.
+        metric_watch: Looks for metrics that they do not share yet.
         whole_batches: Which stages get their batches whole.
         batch_writes: What steps write into their batches.
         gradient_hooks: What hooks of the user's find in gradients.
@@ -80,6 +82,7 @@ class Session(Run):
         super().__init__(strategy)
         self.replicas = replicas
         self.metrics: ReplicaMetrics = metrics
+        self.metric_watch: MetricWatch = MetricWatch()
         self.step = step
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
         self.has_processes: bool = strategy.num_processes > 1
@@ -205,8 +208,11 @@ class Session(Run):
 
     # ---- a module whose parts have changed ----
 
-    def follow_structure(self) -> bool:
+    def follow_structure(self, name: str) -> bool:
         """What was pruned, parametrized, added or exchanged on the module since the last step: replicas anew.
+
+        Args:
+            name: Of the step that comes.
 
         Returns:
             Whether there are replicas; if the module cannot be copied any more, the run goes on with one device.
@@ -216,9 +222,27 @@ class Session(Run):
             self._give_whole_for_hooks()
             return True
         if not replicas.structure.has_changed:
-            return True
+            return self._follow_metrics(name)
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
         # Evaluation, too: what its step did with the old parts says nothing of the new ones.
+        self.rehearsals.reopen_all()
+        return self._make_replicas_anew()
+
+    def _follow_metrics(self, name: str) -> bool:
+        """Metrics that a hook or a step has made since the replicas were made: replicas anew, which share them."""
+        if len(self.replicas.replicas) == 1 or self.whole_batches.reason_for(name) is not None:
+            return True
+        new = self.metric_watch.new_ones(self.metrics)
+        if not new:
+            return True
+        if self.metric_watch.come_every_time:
+            self.whole_batches.give_whole(
+                name,
+                f"The module has other metrics in every batch ({some_of(new)}), of which replicas have copies.",
+                "For all devices to take part, make metrics before the run, and reset() them.",
+            )
+            return True
+        self.strategy.announce("dpx: the module has other metrics than before; its replicas are made anew.")
         self.rehearsals.reopen_all()
         return self._make_replicas_anew()
 
@@ -404,6 +428,7 @@ class Session(Run):
     def mark_changed(self) -> None:
         """Parameters may have been written without a trace: the replicas get them again."""
         self.replicas.mark_changed()
+        self.metric_watch.note_hooks()
 
     def release_cores(self) -> None:
         """The workers of replicas leave the processor's cores to the caller."""

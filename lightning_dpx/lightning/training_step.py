@@ -76,7 +76,7 @@ class TrainingFlow:
         self._is_merged_step = self._is_merged()
         if self._is_merged_step:
             return self._run_merged(args, kwargs)
-        if not session.follow_structure():
+        if not session.follow_structure(NAME):
             # The replicas were given up just now, and the strategy has the session of one device.
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         self._follow_optimization()

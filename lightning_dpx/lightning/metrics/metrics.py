@@ -10,7 +10,7 @@ in ``forward`` where their own values, merged, are those of one device; see ``sl
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,9 @@ KINDS = (Metric, MetricCollection, MetricTracker)
 DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
 MOVES = ("to", "cuda", "cpu")  # they return the metric
 AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
+
+
+MetricStates = list[tuple[Any, dict[str, Any]]]  # metrics, each with what it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class _Step:
     counts: list[dict[tuple[int, str], int]]
     pending: list[dict[tuple[int, str, int], _Call]]
     values: dict[int, Tensor] = field(default_factory=dict)
-    before: "list[tuple[Any, dict[str, Any]]] | None" = None
+    before: "MetricStates | None" = None
 
 
 class ReplicaMetrics:
@@ -127,6 +130,21 @@ class ReplicaMetrics:
         """Looks for metrics: submodules, and those in attributes, containers, helper objects and globals."""
         self.named = dict(reachable(self._module, KINDS))
 
+    def find_new(self) -> list[str]:
+        """Looks again; the paths of those that the module holds and that are new.
+
+        What only code leads to, a global, is the same object for all replicas.
+        """
+        known = {id(metric) for metric in self.named.values()}
+        before = self.named  # held, so that no new one has its id
+        self.find()
+        new = {id(metric) for metric in self.named.values()} - known
+        del before
+        if not new:
+            return []
+        held = reachable(self._module, KINDS, follow_code=False)
+        return [path for path, metric in held if id(metric) in new]
+
     def refresh(self, modules: Sequence[nn.Module]) -> None:
         """Looks again if the module's submodules, a list that stays the same otherwise, are not those of before."""
         # To look for metrics walks everything that the module leads to.
@@ -168,7 +186,7 @@ class ReplicaMetrics:
             if before is None and isinstance(error, GatherError):
                 before = step.before
             if before is not None:
-                _put_back(before)
+                put_back(before)
             raise
 
     def end_step(self) -> None:
@@ -184,7 +202,7 @@ class ReplicaMetrics:
                 yield
         finally:
             self._step = None
-            _put_back(before)
+            put_back(before)
 
     def rules_by_path(self) -> dict[tuple[str, str], JoinRules]:
         """How arguments are joined, by the path of the metric and the method."""
@@ -361,18 +379,15 @@ class ReplicaMetrics:
             f"What the replicas gave to {name} cannot be joined, so it was called once for each: {why}"
         )
 
-    def _states_of_now(self) -> list[tuple[Any, dict[str, Any]]]:
+    def _states_of_now(self) -> MetricStates:
         """All states, of which lists are not copied item by item: they may hold an epoch, and only grow in a step."""
         self._routes.put_back()
         found = self._snapshot(_copied_outside)
         self._install()
         return found
 
-    def _snapshot(self, copied: Callable[[Any], Any]) -> list[tuple[Any, dict[str, Any]]]:
-        found = []
-        for metric in self.named.values():
-            found.append((metric, {key: copied(value) for key, value in vars(metric).items()}))
-        return found
+    def _snapshot(self, copied: Callable[[Any], Any]) -> MetricStates:
+        return states_of(self.named.values(), copied)
 
 
 @dataclass(slots=True)
@@ -431,8 +446,18 @@ def _copied_outside(value: Any) -> Any:
     return value
 
 
-def _put_back(before: list[tuple[Any, dict[str, Any]]]) -> None:
+def states_of(metrics: Iterable[Any], copied: Callable[[Any], Any] = _copied_throughout) -> MetricStates:
+    """All that ``metrics`` hold, in copies."""
+    found = []
+    for metric in metrics:
+        found.append((metric, {key: copied(value) for key, value in vars(metric).items()}))
+    return found
+
+
+def put_back(before: MetricStates) -> None:
+    """Gives the metrics back what they held."""
     for metric, attributes in before:
         kept = {key: vars(metric)[key] for key in ("_parameters", "_buffers")}  # others hold them, too
-        vars(metric).clear()
-        vars(metric).update({**attributes, **kept})
+        held: dict[str, Any] = metric.__dict__
+        held.clear()
+        held.update({**attributes, **kept})

@@ -29,7 +29,7 @@ from lightning_dpx.lightning.lightning_compat import (
     trainer_of,
     wrap_optimizer,
 )
-from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics
+from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics, put_back, states_of
 from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
 from lightning_dpx.lightning.rehearsal.real_module import RealModule
@@ -74,7 +74,11 @@ class Guest:
         # To look for either walks all that the module leads to. Shadows are copies, so where it leads to none, they do
         # not either.
         self._generators = held_generators([module])
-        self.has_metrics = bool(reachable(module, KINDS))
+        metrics = reachable(module, KINDS)
+        self.has_metrics = bool(metrics)
+        held = {id(metric) for _, metric in reachable(module, KINDS, follow_code=False)} if metrics else set()
+        # Globals, which shadows have in common with the module.
+        self._metrics_of_code = [metric for _, metric in metrics if id(metric) not in held]
         self._start = GeneratorStates(self._devices, generators=self._generators)
         self.draws: RunDraws = RunDraws(self._start)  # of the last run
         self.surroundings: Surroundings = Surroundings(trainer, module)
@@ -143,9 +147,11 @@ class Guest:
         self.draws = RunDraws(self._states_now(shadow))
         # The dispatch mode sees writes by operators only.
         places = _places_of(shadow)
+        states = states_of(self._metrics_of_code)
         try:
             yield
         finally:
+            put_back(states)
             # An assignment to .data gives a parameter other memory, which no operator writes.
             moved = [name for name, place in _places_of(shadow).items() if places.get(name, place) != place]
             self.written: list[str] = list(dict.fromkeys([*self._shared.written, *moved]))

@@ -1,0 +1,42 @@
+"""Metrics that a run makes, or puts in the place of others: replicas must share them, and have copies until they do.
+
+Lists, dicts and globals change without a trace, and a look walks everything that the module leads to. So it is taken in
+the first batch of an epoch, whose hooks may have made some, in batches 1, 2, 4, 8, ... of a run, and after each batch
+that had new ones.
+"""
+
+from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+
+
+class MetricWatch:
+    """Says which metrics are new.
+
+    Attributes:
+        come_every_time: Whether two batches in a row have had new ones.
+    """
+
+    def __init__(self) -> None:
+        self.come_every_time: bool = False
+        self._num_batches = 0
+        self._hooks_ran = True
+        self._had_new = False
+
+    def note_hooks(self) -> None:
+        """Hooks of an epoch or a stage have run."""
+        self._hooks_ran = True
+
+    def new_ones(self, metrics: ReplicaMetrics) -> list[str]:
+        """Before a batch: the paths of metrics that the module holds, and did not at the last look.
+
+        Args:
+            metrics: Those of the last look; they are those of this one afterwards.
+        """
+        self._num_batches += 1
+        is_due = self._num_batches & (self._num_batches - 1) == 0
+        if not (is_due or self._hooks_ran or self._had_new):
+            return []
+        new = metrics.find_new()
+        self.come_every_time = bool(new) and self._had_new
+        self._had_new = bool(new)
+        self._hooks_ran = False
+        return new
