@@ -232,7 +232,7 @@ class Session(Run):
         """Metrics that a hook or a step has made since the replicas were made: replicas anew, which share them."""
         if len(self.replicas.replicas) == 1 or self.whole_batches.reason_for(name) is not None:
             return True
-        new = self.metric_watch.new_ones(self.metrics)
+        new = self.metric_watch.new_ones(self.metrics, self.replicas.root.modules)
         if not new:
             return True
         if self.metric_watch.come_every_time:

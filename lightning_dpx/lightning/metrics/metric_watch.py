@@ -5,6 +5,10 @@ the first batch of an epoch, whose hooks may have made some, in batches 1, 2, 4,
 that had new ones.
 """
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 
 
@@ -25,17 +29,18 @@ class MetricWatch:
         """Hooks of an epoch or a stage have run."""
         self._hooks_ran = True
 
-    def new_ones(self, metrics: ReplicaMetrics) -> list[str]:
+    def new_ones(self, metrics: ReplicaMetrics, modules: Sequence[nn.Module]) -> list[str]:
         """Before a batch: the paths of metrics that the module holds, and did not at the last look.
 
         Args:
             metrics: Those of the last look; they are those of this one afterwards.
+            modules: The submodules of the module, a list that stays the same while they do.
         """
         self._num_batches += 1
         is_due = self._num_batches & (self._num_batches - 1) == 0
         if not (is_due or self._hooks_ran or self._had_new):
             return []
-        new = metrics.find_new()
+        new = metrics.find_new(modules)
         self.come_every_time = bool(new) and self._had_new
         self._had_new = bool(new)
         self._hooks_ran = False

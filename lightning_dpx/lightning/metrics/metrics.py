@@ -130,16 +130,18 @@ class ReplicaMetrics:
         """Looks for metrics: submodules, and those in attributes, containers, helper objects and globals."""
         self.named = dict(reachable(self._module, KINDS))
 
-    def find_new(self) -> list[str]:
+    def find_new(self, modules: Sequence[nn.Module]) -> list[str]:
         """Looks again; the paths of those that the module holds and that are new.
 
         What only code leads to, a global, is the same object for all replicas.
+
+        Args:
+            modules: The submodules, as :meth:`refresh` takes them.
         """
-        known = {id(metric) for metric in self.named.values()}
-        before = self.named  # held, so that no new one has its id
+        before = self.named  # held meanwhile, so that no new one has the id of one that is gone
+        self.modules = modules
         self.find()
-        new = {id(metric) for metric in self.named.values()} - known
-        del before
+        new = {id(metric) for metric in self.named.values()} - {id(metric) for metric in before.values()}
         if not new:
             return []
         held = reachable(self._module, KINDS, follow_code=False)
