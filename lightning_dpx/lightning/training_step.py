@@ -96,33 +96,13 @@ class TrainingFlow:
             forward = session.memory.guarded(self.forward)
             try:
                 outputs = forward(slices, args, kwargs)
-            except WholeBatchError as error:
-                session.step.discard()
-                # What slices cannot do by hand shows when they do it. Of the first such step there
-                # is a snapshot; later ones cannot be undone.
-                if self.manual is None or not self.manual.undo_first_step():
-                    raise
-                session.whole_batches.give_whole(NAME, error.reason, error.advice)
-                return self.run(args, kwargs)
-            except CollectiveError as error:
-                self._discard(error)
-                if not error.is_disagreement or self.manual is None or not self.manual.begin_anew():
-                    raise
-                session.whole_batches.give_whole(
-                    NAME,
-                    "Its slices do not agree on what to do, as by a branch on a loss.",
-                    "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
-                )
-                return self.run(args, kwargs)
-            except GatherError as error:
-                self._discard(error)
-                if not session.can_repeat(NAME):
-                    raise
-                session.whole_batches.give_whole(NAME, f"{error}", ADVICE)
-                return self.run(args, kwargs)
             except BaseException as error:
                 self._discard(error)
-                raise
+                whole = self._whole_instead(error)
+                if whole is None:
+                    raise
+                session.whole_batches.give_whole(NAME, whole.reason, whole.advice)
+                return self.run(args, kwargs)
             if session.gradient_hooks.before_backward_of_step:
                 session.step.show_buffers()
         put_iterators_back(session.module)
@@ -277,9 +257,27 @@ class TrainingFlow:
         what = f"{error} Of this batch, on_train_batch_end gets what the first slice returned."
         self._session.whole_batches.give_whole(NAME, what, ADVICE)
 
+    def _whole_instead(self, error: BaseException) -> WholeBatchError | None:
+        """Why a step that failed on slices begins anew with the whole batch; ``None`` where that is not possible."""
+        if isinstance(error, WholeBatchError):
+            # What slices cannot do by hand shows when they do it. Of the first such step there
+            # is a snapshot; later ones cannot be undone.
+            if self.manual is not None and self.manual.undo_first_step():
+                return error
+        elif isinstance(error, CollectiveError):
+            if error.is_disagreement and self.manual is not None and self.manual.begin_anew():
+                return WholeBatchError(
+                    "Its slices do not agree on what to do, as by a branch on a loss.",
+                    "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
+                )
+        elif isinstance(error, GatherError) and self._session.can_repeat(NAME):
+            return WholeBatchError(f"{error}", ADVICE)
+        return None
+
     def _discard(self, error: BaseException) -> None:
         """After an error in the step: of its gradients none stay; those of earlier batches do, as on one device."""
-        is_partial = isinstance(error, CollectiveError) or is_out_of_memory(error)  # some replicas have added theirs
+        # Some replicas have added theirs.
+        is_partial = isinstance(error, CollectiveError | WholeBatchError) or is_out_of_memory(error)
         if isinstance(error, Exception) and not is_partial:
             self._session.step.keep_earlier_batches()
         else:

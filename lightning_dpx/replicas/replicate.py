@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, filterfalse
 from typing import Any
 
@@ -357,6 +358,86 @@ def _attribute_values(child: nn.Module) -> Iterator[Any]:
             yield value
 
 
+@dataclass(frozen=True)
+class _Walks:
+    """What a copy leads to, by how it is copied.
+
+    Attributes:
+        rest: Behind shared values: of these only what leads to tensors and modules is copied.
+        hidden: What modules beside the structure hold (kept in a list, say): its tensors follow the first replica's.
+        whole: What is copied whole, what is hidden included.
+    """
+
+    rest: ObjectGraph
+    hidden: ObjectGraph
+    whole: ObjectGraph
+
+    @classmethod
+    def of(
+        cls,
+        shared: Iterable[Any],
+        private: Iterable[Any],
+        has_own: Callable[[Any], bool],
+        stops: Callable[[Any], bool],
+    ) -> "_Walks":
+        """The walks from both kinds of values.
+
+        Args:
+            shared: Values of which only what leads to tensors or modules is copied.
+            private: Values that are copied whole.
+            has_own: What every replica has its own of, so that what leads there is copied.
+            stops: Where walks end.
+        """
+        rest = ObjectGraph(has_own, stops)
+        rest.walk(shared)
+        hidden = ObjectGraph(has_own, stops, descend=_is_module)
+        hidden.walk(value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value))
+        whole = ObjectGraph(has_own, stops, descend=_is_module)
+        whole.walk([*private, *hidden.objects.values()])
+        return cls(rest, hidden, whole)
+
+    @property
+    def objects(self) -> dict[int, Any]:
+        """All of them, by id."""
+        return self.rest.objects | self.whole.objects
+
+    @functools.cached_property
+    def leading(self) -> set[int]:
+        """The ids of what leads to tensors and modules."""
+        return self.rest.leading() | self.whole.leading()
+
+
+def _enter_tensors(
+    memo: Memo,
+    walks: _Walks,
+    place: Callable[[torch.Tensor], torch.Tensor],
+    is_boundary: Callable[[Any], bool],
+    known: frozenset[int],
+) -> list[torch.Tensor]:
+    """Gives ``memo`` the counterparts of tensors, and what is the same for all; returns tensors behind shared values.
+
+    Args:
+        memo: Gets both.
+        walks: What the copy leads to.
+        place: Makes the counterpart of a tensor.
+        is_boundary: What stays the same object in any case.
+        known: Ids that the memo had before.
+    """
+    placed: list[torch.Tensor] = []
+    for key, value in walks.objects.items():
+        if key in known:
+            continue
+        if isinstance(value, torch.Tensor):
+            memo[key] = place(value)
+            if key in walks.rest.objects or key in walks.hidden.objects:
+                placed.append(value)
+            continue
+        is_copied = key in walks.leading or key in walks.whole.objects
+        if is_boundary(value) or isinstance(value, _LOCKS) or not is_copied:
+            memo[key] = value
+    return placed
+
+
 def prepare_memo(
     memo: Memo,
     shared: Iterable[Any],
@@ -398,32 +479,14 @@ def prepare_memo(
         # A container that a replica got when tensors came into it: a function that captures it must lead there.
         return memo.get(id(value), value) is not value
 
-    # Three walks: what leads to tensors and modules; what modules beside the structure hold (kept
-    # in a list, say), whose tensors follow the first replica's; and what is copied whole.
-    rest = ObjectGraph(has_own, stops)
-    rest.walk(shared)
-    hidden = ObjectGraph(has_own, stops, descend=_is_module)
-    hidden.walk(value for value in rest.objects.values() if isinstance(value, nn.Module) and not stops(value))
-    whole = ObjectGraph(has_own, stops, descend=_is_module)
-    whole.walk([*private, *hidden.objects.values()])
+    walks = _Walks.of(shared, private, has_own, stops)
     # Ids are good as long as their objects live: the memo holds the walks, which hold the objects.
-    memo[id(rest)] = rest
-    memo[id(whole)] = whole
-    leading = rest.leading() | whole.leading()
-    placed: list[torch.Tensor] = []
-    for key, value in (rest.objects | whole.objects).items():
-        if key in known:
-            continue
-        if isinstance(value, torch.Tensor):
-            memo[key] = place(value)
-            if key in rest.objects or key in hidden.objects:
-                placed.append(value)
-        elif is_boundary(value) or isinstance(value, _LOCKS) or not (key in leading or key in whole.objects):
-            memo[key] = value
+    memo[id(walks)] = walks
+    placed = _enter_tensors(memo, walks, place, is_boundary, known)
     # Functions are made empty, then the modules get their states, then the functions what they
     # capture: either may lead to the other, and deepcopy finds what the memo has.
-    unknown = {key: value for key, value in (rest.objects | whole.objects).items() if key not in memo}
-    functions = _make_functions(memo, unknown, leading | _functions_that_keep(whole.objects))
+    unknown = {key: value for key, value in walks.objects.items() if key not in memo}
+    functions = _make_functions(memo, unknown, walks.leading | _functions_that_keep(walks.whole.objects))
     references = [value for value in unknown.values() if isinstance(value, weakref.ref)]
     if references:
         _copy_references(memo, references, _held_strongly([*shared, *private], stops))

@@ -359,6 +359,41 @@ def fake_device_for(target: torch.device) -> torch.device:
     return canonical_device(target)
 
 
+class _Fakes:
+    """The fakes of a step's tensors: one for one tensor, however often it is reached, so that tied ones stay tied.
+
+    Args:
+        mode: Whose fakes they are.
+        here: Where they are.
+        numbers: Whether small whole numbers stay real.
+        sharded: Whether spread parameters stay so, with fakes for the parts that are here.
+    """
+
+    def __init__(self, mode: FakeTensorMode, here: torch.device, *, numbers: bool, sharded: bool) -> None:
+        self._mode = mode
+        self._here = here
+        self._numbers = numbers
+        self._sharded = sharded
+        self._known: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor, or the copy of numbers that stay real."""
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = self._made(tensor)
+        return self._known[id(tensor)]
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._sharded and is_traceable_wrapper_subclass(tensor):
+            return _fake_parts_of(tensor, self._mode)
+        if self._numbers and is_known(tensor):
+            return _copy_of(tensor)
+        return _fake_of(tensor, self._here)
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._known.clear()
+
+
 @contextmanager
 def faked(
     module: nn.Module,
@@ -394,17 +429,7 @@ def faked(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     numbers = numbers and is_host(here)
     meter = FakeCosts(mode, here, target, numbers=numbers)
-    known: dict[int, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        # One fake for one tensor, however often it is reached: tied parameters stay tied.
-        if id(tensor) not in known:
-            if sharded and is_traceable_wrapper_subclass(tensor):
-                known[id(tensor)] = _fake_parts_of(tensor, mode)
-            else:
-                known[id(tensor)] = _copy_of(tensor) if numbers and is_known(tensor) else _fake_of(tensor, here)
-        return known[id(tensor)]
-
+    fakes = _Fakes(mode, here, numbers=numbers, sharded=sharded)
     with _put_back(module), mode:
         # All are found before any is replaced, so that the walk meets no fakes.
         tensors: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -417,17 +442,22 @@ def faked(
         if not sharded:
             module.to(here)  # there is nothing to move, but a LightningModule remembers the device
         for child, name, tensor in tensors:
-            setattr(child, name, fake(tensor))  # recurrent layers notice
-        yield tree_map_only(torch.Tensor, fake, batch), meter
+            setattr(child, name, fakes.of(tensor))  # recurrent layers notice
+        yield tree_map_only(torch.Tensor, fakes.of, batch), meter
     tensors.clear()
-    known.clear()
+    fakes.clear()
     # Fakes that only cycles hold have been left by nothing, and would be told of below.
     gc.collect()
-    if meter.left_behind:
+    _warn_of(meter.left_behind)
+
+
+def _warn_of(left_behind: int) -> None:
+    """Tells of fakes that outlive a step."""
+    if left_behind:
         warnings.warn(
-            f"The step left {meter.left_behind} fake tensors in something outside of the module that outlives it, such "
+            f"The step left {left_behind} fake tensors in something outside of the module that outlives it, such "
             "as a cache; do not run real steps in this process.",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
