@@ -85,43 +85,6 @@ def plan_fixed_micro_batches(
     return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
 
 
-class _PlansByNumber:
-    """Plans, and refusals, of candidates: the choice is made anew after every new profile, and asks for most again.
-
-    Args:
-        plan_of: Plans a profile.
-        beside: What micro-batches need beside their activations.
-    """
-
-    def __init__(self, plan_of: PlanOf, beside: BesideActivations) -> None:
-        self._plan_of = plan_of
-        self._beside = beside
-        self._known = dict[int, MemoryPlan | BudgetError]()
-
-    def __call__(self, candidate: Candidate) -> MemoryPlan:
-        """The plan of a candidate.
-
-        Raises:
-            BudgetError: its budget cannot be met.
-        """
-        number = candidate.number
-        if number not in self._known:
-            try:
-                budget = candidate.budget
-                # A planner's is positive; as little as a byte is too little as well.
-                self._known[number] = self._plan_of(candidate.profile, None if budget is None else max(1, budget))
-            except BudgetError as error:
-                self._known[number] = _in_all(error, candidate, self._beside)
-        found = self._known[number]
-        if isinstance(found, BudgetError):
-            raise found
-        return found
-
-    def forget(self, number: int) -> None:
-        """Another profile of this number of micro-batches is known now."""
-        del self._known[number]
-
-
 def plan_in_micro_batches(
     rows: int,
     profile_of: ProfileOf,
@@ -155,64 +118,183 @@ def plan_in_micro_batches(
         BudgetError: the budget cannot be met, whatever the number.
     """
     whole = whole or profile_of(rows, False)
-    parts: dict[int, Profile] = {}
-    most = rows
-    # Two sizes make the lines on which all others are. A step that fits needs none of this.
-    if rows > 1 and whole.peak > budget:
-        for number in (2, 4):
-            if number <= most:
-                most = min(most, _add_part(parts, rows, number, profile_of))
-    profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
+    measured = _MeasuredSizes(whole, rows, profile_of, seconds_each, runs_twice=runs_twice)
+    return _NumberSearch(measured, plan_of, budget, beside, margin).run()
 
-    def budget_of(number: int) -> int:
-        return budget - beside.of(number)
 
-    candidates = candidates_of(profiles, budget_of, most)
-    plans = _PlansByNumber(plan_of, beside)
-    # Every round ends here, adds a size that was run, or leaves fewer numbers; there are no more of either than rows.
-    while True:
+class _MeasuredSizes:
+    """The sizes of micro-batches that were run; all others are on lines between them.
+
+    Args:
+        whole: The profile of the step in one piece.
+        rows: Of that step.
+        profile_of: Profiles a step.
+        seconds_each: What running one micro-batch costs beside its step.
+        runs_twice: Whether every micro-batch runs forward once more.
+
+    Attributes:
+        whole: The profile of the step in one piece.
+        rows: Of that step.
+    """
+
+    def __init__(
+        self, whole: Profile, rows: int, profile_of: ProfileOf, seconds_each: float, *, runs_twice: bool
+    ) -> None:
+        self.whole = whole
+        self.rows = rows
+        self._profile_of = profile_of
+        self._seconds_each = seconds_each
+        self._runs_twice = runs_twice
+        self._parts: dict[int, Profile] = {}
+
+    @property
+    def are_none(self) -> bool:
+        """Whether only the step in one piece has been run."""
+        return not self._parts
+
+    def profiles(self) -> ProfilesByRows:
+        """Those of all sizes, as far as they are known now."""
+        return ProfilesByRows(self.whole, self.rows, self._parts, self._seconds_each, runs_twice=self._runs_twice)
+
+    def add(self, number: int) -> int:
+        """Profiles the largest of ``number`` micro-batches, and tells how many are possible as far as that shows."""
+        size = largest_rows(self.rows, number)
         try:
-            choice = choose_micro_batches(candidates, plans, margin=margin)
+            self._parts[size] = self._profile_of(size, True)
+            # What fails on few rows does so on a single one, and the smallest micro-batch may have one row less.
+            if self.rows // number == 1 < size:
+                self._parts[1] = self._profile_of(1, True)
+        except TooFewRowsError:
+            few = size
+            if size in self._parts:
+                few = 1
+            return max(1, self.rows // (few + 1))
+        return self.rows
+
+
+class _NumberSearch:
+    """The search for the number of micro-batches: chosen among guesses, and run until the chosen one is none.
+
+    Args:
+        measured: The sizes that were run.
+        plan_of: Plans a profile.
+        budget: Bytes of activations that are allowed.
+        beside: What micro-batches need beside their activations.
+        margin: The share that a step in one piece may take longer than the fastest.
+    """
+
+    def __init__(
+        self, measured: _MeasuredSizes, plan_of: PlanOf, budget: int, beside: BesideActivations, margin: float
+    ) -> None:
+        self._measured = measured
+        self._plan_of = plan_of
+        self._budget = budget
+        self._beside = beside
+        self._margin = margin
+        self._most = measured.rows  # micro-batches that are possible
+        self._profiles = measured.profiles()
+        self._candidates: list[Candidate] = []
+        self._plans: dict[int, MemoryPlan | BudgetError] = {}  # by number; refusals as well
+
+    def run(self) -> tuple[MemoryPlan, MicroBatchChoice]:
+        """The plan, and what was considered.
+
+        Raises:
+            BudgetError: the budget cannot be met, whatever the number.
+        """
+        self._measure_two_sizes()
+        self._consider_all()
+        # Every round ends here, adds a size that was run, or leaves fewer numbers; there are no more of either than
+        # rows.
+        while True:
+            choice = self._choice()
+            if choice is None:
+                # Sizes that were not run are on lines, and nothing is refused for a guess: so the smallest is run.
+                self._most = min(self._most, self._measure(self._most))
+                self._consider_all()
+                continue
             chosen = choice.candidate
+            if chosen.number == 1 or self._profiles.knows(chosen.rows):
+                plan = _with_figures(choice.plan, self._measured.whole, chosen, choice.seconds, choice.least)
+                return plan, choice
+            # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
+            possible = self._measure(chosen.number)
+            if possible < self._most:
+                self._most = possible
+                self._consider_all()
+            else:
+                self._replace_guess(chosen)
+
+    def _measure_two_sizes(self) -> None:
+        """Two sizes make the lines on which all others are. A step that fits needs none of this."""
+        if self._measured.rows == 1 or self._measured.whole.peak <= self._budget:
+            return
+        for number in (2, 4):
+            if number <= self._most:
+                self._most = min(self._most, self._measure(number))
+
+    def _measure(self, number: int) -> int:
+        """Runs a step of ``number`` micro-batches; returns how many are possible as far as that shows."""
+        possible = self._measured.add(number)
+        self._profiles = self._measured.profiles()
+        return possible
+
+    def _consider_all(self) -> None:
+        """Begins anew with every number that may be best."""
+        self._candidates = candidates_of(self._profiles, self._budget_of, self._most)
+        self._plans.clear()
+
+    def _budget_of(self, number: int) -> int:
+        return self._budget - self._beside.of(number)
+
+    def _choice(self) -> MicroBatchChoice | None:
+        """The best of the candidates; ``None`` where none fits, but some of them are guesses.
+
+        Raises:
+            BudgetError: none fits, and none of them is a guess.
+        """
+        try:
+            return choose_micro_batches(self._candidates, self._plan, margin=self._margin)
         except BudgetError:
-            smallest = largest_rows(rows, most)
-            if most == 1 or profiles.knows(smallest) or not parts:
+            smallest = largest_rows(self._measured.rows, self._most)
+            if self._most == 1 or self._profiles.knows(smallest) or self._measured.are_none:
                 raise
-            # Sizes that were not run are on lines, and nothing is refused for a guess: so the smallest is run as well.
-            chosen = candidate_of(profiles, most, None)
-            choice = None
-        if choice is not None and (chosen.number == 1 or profiles.knows(chosen.rows)):
-            return _with_figures(choice.plan, whole, chosen, choice.seconds, choice.least), choice
-        # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
-        possible = _add_part(parts, rows, chosen.number, profile_of)
-        profiles = ProfilesByRows(whole, rows, parts, seconds_each, runs_twice=runs_twice)
-        if choice is None or possible < most:
-            most = min(most, possible)
-            candidates = candidates_of(profiles, budget_of, most)
-            plans = _PlansByNumber(plan_of, beside)
-            continue
-        exact = candidate_of(profiles, chosen.number, chosen.budget)
-        candidates = [exact if other.number == chosen.number else other for other in candidates]
+            return None
+
+    def _plan(self, candidate: Candidate) -> MemoryPlan:
+        """The plan of a candidate: the choice is made anew after every new profile, and asks for most of them again.
+
+        Raises:
+            BudgetError: its budget cannot be met.
+        """
+        number = candidate.number
+        if number not in self._plans:
+            budget = candidate.budget
+            if budget is not None:
+                # A planner's is positive; as little as a byte is too little as well.
+                budget = max(1, budget)
+            try:
+                self._plans[number] = self._plan_of(candidate.profile, budget)
+            except BudgetError as error:
+                self._plans[number] = _in_all(error, candidate, self._beside)
+        found = self._plans[number]
+        if isinstance(found, BudgetError):
+            raise found
+        return found
+
+    def _replace_guess(self, guess: Candidate) -> None:
+        """Considers the number of ``guess`` by what it was measured to be."""
+        exact = candidate_of(self._profiles, guess.number, guess.budget)
+        for index, other in enumerate(self._candidates):
+            if other.number == guess.number:
+                self._candidates[index] = exact
         # The first that needs no plan is the last of them, and this one was taken for it.
-        if exact.number == candidates[-1].number and not exact.fits:
-            further = candidates_of(profiles, budget_of, most)
-            candidates += [other for other in further if other.number > exact.number]
+        if exact.number == self._candidates[-1].number and not exact.fits:
+            for other in candidates_of(self._profiles, self._budget_of, self._most):
+                if other.number > exact.number:
+                    self._candidates.append(other)
         # Its plan was for the guess.
-        plans.forget(chosen.number)
-
-
-def _add_part(parts: dict[int, Profile], rows: int, number: int, profile_of: ProfileOf) -> int:
-    """Profiles the largest of ``number`` micro-batches, and tells how many are possible as far as that shows."""
-    size = largest_rows(rows, number)
-    try:
-        parts[size] = profile_of(size, True)
-        # What fails on few rows does so on a single one, and the smallest micro-batch may have one row less.
-        if rows // number == 1 < size:
-            parts[1] = profile_of(1, True)
-    except TooFewRowsError:
-        few = 1 if size in parts else size
-        return max(1, rows // (few + 1))
-    return rows
+        del self._plans[guess.number]
 
 
 def _in_all(error: BudgetError, candidate: Candidate, beside: BesideActivations) -> BudgetError:
