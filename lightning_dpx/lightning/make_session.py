@@ -142,7 +142,7 @@ def _meet_processes(strategy: "DPXStrategy", module: pl.LightningModule, num_rep
         reducer=reducer,
         precision=str(strategy.precision_plugin.precision),
         accumulate_grad_batches=module.trainer.accumulate_grad_batches,
-        **{"whether memory_budget was given": strategy.planning.budget_given},
+        **{"whether memory_budget was given": strategy.planning.rooms.is_given},
         **{"whether example_batch was given": options.example_batch is not None},
     )
     agree(mine)

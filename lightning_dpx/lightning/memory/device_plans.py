@@ -15,7 +15,7 @@ _TIGHTER = 0.8  # of the activations of a plan that did not fit
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DeviceDecision:
     """What was decided for the replicas on one device.
 
     Attributes:
@@ -53,7 +53,7 @@ class DevicePlans:
         self.plans: dict[torch.device, MemoryPlan] = {}
         self.profiles: dict[torch.device, Profile] = {}
         self.limits: dict[torch.device, tuple[int, int]] = {}
-        self.decided: dict[torch.device, Decided] = {}
+        self.decided: dict[torch.device, DeviceDecision] = {}
 
     def __bool__(self) -> bool:
         return bool(self.decided)
@@ -64,7 +64,7 @@ class DevicePlans:
         for one in self.decided.values():
             yield from one.seen
 
-    def decide(self, decided: Mapping[torch.device, Decided]) -> None:
+    def decide(self, decided: Mapping[torch.device, DeviceDecision]) -> None:
         """These are the plans from now on, by a replica's device; those of other devices stay."""
         self.decided.update(decided)
         # Of the latest plans: a device may have fewer replicas, or less room, than before.
@@ -148,7 +148,7 @@ class DevicePlans:
         return " ".join(said)
 
 
-def _tighter(module: nn.Module, decided: Decided, planner: Planner) -> Decided:
+def _tighter(module: nn.Module, decided: DeviceDecision, planner: Planner) -> DeviceDecision:
     steps = [step.profiles for step in decided.seen]
     now = [plan.peak or plan.unplanned_peak for plan in decided.plans]
     rooms = [int(peak * _TIGHTER) for peak in now]

@@ -5,15 +5,21 @@ none. So calls are counted where profiles differ in them. When a forward is over
 its step is put together from those that make some. Where that exceeds the budget, memory is planned for it, too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from lightning_dpx.lightning.memory.seen_steps import SeenStep
-from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, forecast_plan
+from lightning_dpx.lightning.lightning_api import rank_zero_warn
+from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
+from lightning_dpx.lightning.memory.device_plans import DeviceDecision
+from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_device
+from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, applied_plan, forecast_plan
 from lightning_dpx.memory.profile.joined_steps import calls_in, has_calls, join_steps, varying_paths
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
+from lightning_dpx.units import format_mib
 
 _UNNOTICED = 1.002  # times a budget
+_FULL = 0.9  # of the bytes of a slice
 Kept = tuple[str, int, int]  # path of a module, number of its call, bytes
 
 _MOST_REMEMBERED = 1024  # combinations of calls
@@ -125,6 +131,98 @@ class JointCalls:
             if number <= calls.get(path, 0):
                 kept += num_bytes
         return kept
+
+
+class JointCallsOfDevices:
+    """What the replicas on every device call together, step by step."""
+
+    def __init__(self) -> None:
+        self._by_home: dict[torch.device, JointCalls] = {}  # by a replica's device
+        self._largest: dict[torch.device, int] = {}  # bytes of the largest slice that was planned for, likewise
+        self._full: set[torch.device] = set()  # devices of replicas whose slices in this step are as large
+        self._has_told = False
+
+    def forget(self) -> None:
+        """The next run begins."""
+        self._by_home.clear()
+        self._largest.clear()
+        self._has_told = False
+
+    def forget_steps(self) -> None:
+        """Drops what is known of steps, which are not those of this run."""
+        self._by_home.clear()
+
+    def plan_for(self, decided: Mapping[torch.device, DeviceDecision]) -> None:
+        """Looks for steps that call more together than these, by a replica's device."""
+        for home, one in decided.items():
+            beyond = None
+            if home in self._by_home:
+                beyond = self._by_home[home].beyond
+            self._by_home[home] = JointCalls(one.seen, one.plans, one.devices, beyond)
+
+    def note_size(self, batch_slice: BatchSlice) -> None:
+        """Plans are made for slices as large as this one."""
+        home = batch_slice.replica.device
+        self._largest[home] = max(bytes_of_tensors(batch_slice.batch), self._largest.get(home, 0))
+
+    def count_in(self, home: torch.device, applied: AppliedPlan) -> None:
+        """Counts calls in the steps of a replica on ``home``, if any could exceed the budget."""
+        if home in self._by_home:
+            self._by_home[home].count_in(applied)
+
+    def end_forward(self, replicas: ReplicaSet, option: str) -> None:
+        """Tells once if the steps that now begin their backward will exceed the budget, as they call more together.
+
+        Args:
+            replicas: Whose steps they are.
+            option: What has led to the budget, as a user writes it.
+        """
+        for replica in replicas.replicas:
+            joint = self._by_home.get(replica.device)
+            applied = applied_plan(replica.module)
+            if joint is None or applied is None:
+                continue
+            # Profiles are of full slices: what a smaller one takes they do not tell.
+            if replica.device not in self._full:
+                applied.calls.found.clear()
+                continue
+            if not joint.look_at(applied) or self._has_told:
+                continue
+            self._has_told = True
+            rank_zero_warn(
+                f"dpx: a step calls more of {type(replica.module).__name__} together than any that memory was planned "
+                f"for: its activations take about {format_mib(joint.peak)}, where {option} leaves "
+                f"{format_mib(joint.room)} on {joint.device}. From the "
+                "next step on memory is planned for all that such steps have called."
+            )
+
+    def to_plan(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], option: str) -> dict[torch.device, SeenStep]:
+        """By a replica's device, steps beyond the budget that were seen since, and are of the size of ``slices``."""
+        # Asked before every step, and the layers of most models are called in all of them.
+        if not any(joint.is_looking for joint in self._by_home.values()):
+            return {}
+        self.end_forward(replicas, option)  # of steps by hand, whose backwards are not announced
+        self._full = self._homes_with_full_slices(slices)
+        # A smaller batch leaves more room than the plan may count on; the others wait for one of their size.
+        seen: dict[torch.device, SeenStep] = {}
+        for home, joint in self._by_home.items():
+            if joint.step is not None and home in self._full:
+                seen[home] = joint.step
+                joint.step = None
+        return seen
+
+    def stop(self, homes: Iterable[torch.device]) -> None:
+        """No plan keeps such steps within the budget: they are not looked for any more."""
+        for home in homes:
+            self._by_home[home].stop()
+
+    def _homes_with_full_slices(self, slices: Sequence[BatchSlice]) -> set[torch.device]:
+        """The replicas' devices whose slices are about as large as those that memory was planned for."""
+        full = set[torch.device]()
+        for home, here in by_device(slices).items():
+            if bytes_of_tensors(here[0].batch) >= _FULL * self._largest.get(home, 0):
+                full.add(home)
+        return full
 
 
 def _kept_values(steps: Sequence[SeenStep], dropped: Collection[str], paths: Collection[str]) -> list[Kept]:

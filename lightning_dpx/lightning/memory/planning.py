@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
-from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, bytes_of_tensors, most_demanding
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.lightning.memory.confirmation import Confirmation
-from lightning_dpx.lightning.memory.device_plans import Decided, DevicePlans
-from lightning_dpx.lightning.memory.joint_calls import JointCalls
+from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
+from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
+from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
+from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
 from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
@@ -29,7 +32,6 @@ from lightning_dpx.lightning.memory.seen_steps import (
 )
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
-from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.memory import (
     MemoryPlan,
     Planner,
@@ -42,15 +44,27 @@ from lightning_dpx.memory import (
     make_planner,
     plan_devices,
     remove_plan,
-    summary,
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
-from lightning_dpx.units import format_bytes, format_least, format_mib, format_part
-
-_FULL = 0.9  # of the bytes of a slice
+from lightning_dpx.units import format_mib, format_part
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
+
+
+@dataclass
+class MicroBatchFigures:
+    """What is known of the micro-batches of a batch.
+
+    Attributes:
+        cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
+        run_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
+        tried: Steps of the batch, where their profiles are known.
+    """
+
+    cut_costs: dict[torch.device, float] = field(default_factory=dict)
+    run_forward_twice: bool = False
+    tried: TriedSteps = field(default_factory=dict)
 
 
 class MemoryPlanning:
@@ -64,9 +78,8 @@ class MemoryPlanning:
 
     Attributes:
         devices: What was decided for each device.
-        cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
-        runs_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
-        tried: Steps of the batch that is planned next, where their profiles are known.
+        rooms: The budgets, and what they leave for activations.
+        micro_batches: What is known of those of the batch that is planned next.
         cache: What earlier runs have found.
         without_loss: Counts training steps that return no loss.
 
@@ -82,30 +95,25 @@ class MemoryPlanning:
         plan: MemoryPlan | str | None = None,
         plan_cache: bool | str | os.PathLike[str] = True,
     ) -> None:
-        self.budgets: Budgets = Budgets(budget)
-        self._budgets_given = self.budgets
+        self.rooms: DeviceRooms = DeviceRooms(budget)
         self.planner: Planner = make_planner(planner)
         self.cache: PlanningCache = PlanningCache(plan_cache, "plan_cache")
-        self.budget_given: bool = budget is not None
         if budget is not None and plan is not None:
             raise ConfigurationError("Give memory_budget, to make a plan, or plan, to follow one; not both.")
-        self._given = MemoryPlan.load(plan) if isinstance(plan, str) else plan
-        if self._given is not None and not isinstance(self._given, MemoryPlan):
-            raise ConfigurationError(f"plan={plan!r} is not allowed; give a MemoryPlan or the path of a saved one.")
+        self._given = load_given(plan)
         self.devices: DevicePlans = DevicePlans()
-        self._shapes = KnownShapes()
-        self._trained = TrainedParameters()
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
+        self.micro_batches: MicroBatchFigures = MicroBatchFigures()
+        self._shapes = KnownShapes()
         self._confirmation = Confirmation()
-        self._peaks = PeakCheck(self.forecast, self._option)
+        self._peaks = PeakCheck(self.forecast, self.rooms.option)
         self._other_steps = OtherSteps()
-        self._joint_calls: dict[torch.device, JointCalls] = {}  # by a replica's device
-        self._has_told_of_calls = False
-        self._planned_bytes: dict[torch.device, int] = {}  # of the largest slice, by a replica's device
-        self._full: set[torch.device] = set()  # devices of replicas whose slices in this step are as large
-        self.cut_costs: dict[torch.device, float] = {}
-        self.runs_forward_twice = False
-        self.tried: TriedSteps = {}
+        self._joint_calls = JointCallsOfDevices()
+
+    @property
+    def budgets(self) -> Budgets:
+        """Those that hold now."""
+        return self.rooms.budgets
 
     @property
     def plans(self) -> dict[torch.device, MemoryPlan]:
@@ -133,17 +141,9 @@ class MemoryPlanning:
         """Puts the plan that was given on every replica."""
         if self._given is None:
             return
+        follow_given(self._given, replicas)
         for replica in replicas.replicas:
-            apply_plan(replica.module, self._given)
             self.plans[replica.device] = self._given
-        rank_zero_info(f"dpx: follows the given plan; {summary(self._given)}")
-        numbers = replicas.partition.numbers(training=True)
-        if replicas.root.module.automatic_optimization and set(numbers) != {self._given.micro_batches}:
-            rank_zero_warn(
-                f"dpx: the given plan is for {self._given.micro_batches} micro-batches of every slice, and "
-                f"{list(numbers)} are made of those of the devices: its peak and time are not those of this run. Leave "
-                "out micro_batches to have as many as the plan is for."
-            )
 
     def check_feasible(
         self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
@@ -165,7 +165,7 @@ class MemoryPlanning:
         held = static(list(firsts.values()))
         all_devices = by_device(list(firsts.values()))
         limits = {device: self.budgets.limit(device, replicas.devices) for device in all_devices}
-        rooms = {device: self._room(device, held, limit) for device, limit in limits.items()}
+        rooms = {device: self.rooms.room(device, held, limit) for device, limit in limits.items()}
         for home, batch_slice in firsts.items():
             devices = devices_of(batch_slice.replica)
             profiles = example(batch_slice.replica)
@@ -177,7 +177,7 @@ class MemoryPlanning:
                 plan_devices(replicas.root.module, profiles, [rooms[device] for device in devices], self.planner)
             except BudgetError as error:
                 device = devices[error.device_index]
-                self._explain(error, device, limits[device] - rooms[device], limits[device], 1)
+                self.rooms.explain(error, device, limits[device] - rooms[device], limits[device], 1)
                 error.add_note("That is for one row of example_input_array, in forward and backward alone.")
                 raise
             rank_zero_info(
@@ -190,7 +190,7 @@ class MemoryPlanning:
         """Whether parameters get gradients that did not: then no batch is known, as its step was another one."""
         if self.budgets.given is None:
             return False
-        if not self._trained.note(replicas.root.parameters, replicas.root.module):
+        if not self.rooms.trained.note(replicas.root.parameters, replicas.root.module):
             return False
         self._shapes = KnownShapes()
         return True
@@ -268,24 +268,18 @@ class MemoryPlanning:
         anew = self._other_steps.expected
         if anew and self.cache.is_used:
             self._leave_cache()
-        options = {"accumulates": held.accumulates, "together": self.budget_given, "anew": anew}
-        seen = profiled_steps(replicas, slices, run, self.cache, self.tried, **options)
+        options = {"accumulates": held.accumulates, "together": self.rooms.is_given, "anew": anew}
+        seen = profiled_steps(replicas, slices, run, self.cache, self.micro_batches.tried, **options)
         # They are known by their number of rows alone, and the next batch may have other shapes.
-        self.tried = {}
+        self.micro_batches.tried = {}
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
         if not self.knows(slices) or self._steps_differ(seen):
             self._plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
             for batch_slice in slices:
                 self._shapes.add(batch_slice.batch)
-                home = batch_slice.replica.device
-                num_bytes = bytes_of_tensors(batch_slice.batch)
-                self._planned_bytes[home] = max(num_bytes, self._planned_bytes.get(home, 0))
+                self._joint_calls.note_size(batch_slice)
             self._confirmation.restart(before_batches=bool(source))
-
-    def _option(self) -> str:
-        """What has led to the budget that there is now, as a user writes it."""
-        return self.budgets.option
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
@@ -298,47 +292,18 @@ class MemoryPlanning:
 
     def end_forward(self, replicas: ReplicaSet) -> None:
         """Tells once if the steps that now begin their backward will exceed the budget, as they call more together."""
-        for replica in replicas.replicas:
-            joint = self._joint_calls.get(replica.device)
-            applied = applied_plan(replica.module)
-            if joint is None or applied is None:
-                continue
-            # Profiles are of full slices: what a smaller one takes they do not tell.
-            if replica.device not in self._full:
-                applied.calls.found.clear()
-                continue
-            if not joint.look_at(applied) or self._has_told_of_calls:
-                continue
-            self._has_told_of_calls = True
-            rank_zero_warn(
-                f"dpx: a step calls more of {type(replica.module).__name__} together than any that memory was planned "
-                f"for: its activations take about {format_mib(joint.peak)}, where {self.budgets.option} leaves "
-                f"{format_mib(joint.room)} on {joint.device}. From the "
-                "next step on memory is planned for all that such steps have called."
-            )
+        self._joint_calls.end_forward(replicas, self.budgets.option)
 
     def plan_joint_calls(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """Plans for steps that have called more together than any that was profiled, once they were seen."""
-        # Asked before every step, and the layers of most models are called in all of them.
-        if not any(joint.is_looking for joint in self._joint_calls.values()):
-            return
-        self.end_forward(replicas)  # of steps by hand, whose backwards are not announced
-        self._full = self._devices_with_full_slices(slices)
-        # A smaller batch leaves more room than the plan may count on; the others wait for one of their size.
-        seen = {}
-        for home, joint in self._joint_calls.items():
-            if joint.step is not None and home in self._full:
-                seen[home] = joint.step
+        seen = self._joint_calls.to_plan(replicas, slices, self.budgets.option)
         if not seen:
             return
-        for home in seen:
-            self._joint_calls[home].step = None
         self._take_off(replicas)
         try:
             self._plan(replicas, slices, static(slices), seen)
         except BudgetError as error:
-            for home in seen:
-                self._joint_calls[home].stop()
+            self._joint_calls.stop(seen)
             rank_zero_warn(
                 f"dpx: no plan keeps a step that calls as much of the module together within {self.budgets.option}: "
                 f"{error} Such a step exceeds it."
@@ -346,20 +311,12 @@ class MemoryPlanning:
         finally:
             self._put_on(replicas)
 
-    def _devices_with_full_slices(self, slices: Sequence[BatchSlice]) -> set[torch.device]:
-        """The replicas' devices whose slices are about as large as those that memory was planned for."""
-        full = set[torch.device]()
-        for home, here in by_device(slices).items():
-            if bytes_of_tensors(here[0].batch) >= _FULL * self._planned_bytes.get(home, 0):
-                full.add(home)
-        return full
-
     def _leave_cache(self) -> None:
         """Drops what came from the cache, which does not fit the steps of this run."""
         self.cache.leave()
         self._shapes = KnownShapes()
         self._other_steps = OtherSteps()
-        self._joint_calls.clear()
+        self._joint_calls.forget_steps()
         self.devices.forget_decisions()
 
     def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
@@ -424,7 +381,7 @@ class MemoryPlanning:
         reason: str = "",
     ) -> None:
         gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
-        decided = dict[torch.device, Decided]()
+        decided = dict[torch.device, DeviceDecision]()
         for home, here in by_device(slices).items():
             before = self.devices.decided.get(home)
             known = () if before is None else before.seen
@@ -437,29 +394,23 @@ class MemoryPlanning:
                 decided[home] = self._plans_of_device(replicas, here[0], steps, static)
         # Only once every device has a plan: if one of them is refused, the plans of before stay in force.
         self.devices.decide(decided)
-        self._trained.are_planned_for()
+        self.rooms.trained.are_planned_for()
         for one in decided.values():
             for device in one.devices:
                 self._peaks.passing[device] = static.coming_gradients(device) + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
         self._other_steps.plan_for(self.devices.steps())
-        self._look_for_joint_calls(decided)
+        self._joint_calls.plan_for(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
                 remark = reason + _origin(one.worst_step(index).profiles[index], len(one.seen))
                 limit, sharing = self.devices.limits[device]
                 rank_zero_info(_announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
 
-    def _look_for_joint_calls(self, decided: Mapping[torch.device, Decided]) -> None:
-        for home, one in decided.items():
-            joint = self._joint_calls.get(home)
-            beyond = None if joint is None else joint.beyond
-            self._joint_calls[home] = JointCalls(one.seen, one.plans, one.devices, beyond)
-
     def _plans_of_device(
         self, replicas: ReplicaSet, largest: BatchSlice, steps: list[SeenStep], static: StaticMemory
-    ) -> Decided:
+    ) -> DeviceDecision:
         """The plans of the devices that the replicas on one device run on.
 
         Args:
@@ -474,7 +425,7 @@ class MemoryPlanning:
         home = largest.replica.device
         devices = devices_of(largest.replica)
         limits = [self.budgets.limit(device, replicas.devices) for device in devices]
-        free = [self._room(device, static, limit) for device, limit in zip(devices, limits, strict=True)]
+        free = [self.rooms.room(device, static, limit) for device, limit in zip(devices, limits, strict=True)]
         held = [limit - room for limit, room in zip(limits, free, strict=True)]
         # Every plan is forecast for all of these, so planning would take longer
         # with each new shape of batch.
@@ -498,16 +449,16 @@ class MemoryPlanning:
             # what the error says already.
             if error.smallest is not None:
                 index = error.device_index
-                self._explain(error, devices[index], held[index], limits[index], steps[-1].sharing[index])
+                self.rooms.explain(error, devices[index], held[index], limits[index], steps[-1].sharing[index])
             raise
         again = 0.0
-        if self.runs_forward_twice:
+        if self.micro_batches.run_forward_twice:
             profile = steps[shared.worst[0]].profiles[0]
             # The first of two passes runs without a graph: it takes the time of a forward,
             # and no memory for backward.
             again = profile.forward_seconds / profile.step_seconds
         plans = self._in_micro_batches(shared.plans, replicas, largest, again)
-        return Decided(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held))
+        return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held))
 
     def _in_micro_batches(
         self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
@@ -516,77 +467,10 @@ class MemoryPlanning:
         number = replicas.partition.numbers(training=True)[replicas.partition.device_of[largest.replica.index]]
         if number == 1 or not replicas.cuts_slices:
             return plans
-        cost = self.cut_costs.get(largest.replica.device, 1.0)
+        cost = self.micro_batches.cut_costs.get(largest.replica.device, 1.0)
         shares = [cost * (1 + again + (plan.recompute_share or 0.0)) for plan in plans]
         pairs = zip(plans, shares, strict=True)
         return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
-
-    def _explain(self, error: BudgetError, device: torch.device, held: int, limit: int, sharing: int) -> None:
-        # Given as a budget, what is told must do.
-        least = format_least(held + sharing * (error.smallest or 0))
-        needed = f"it must allow at least {least}"
-        if not self.budgets.is_users:
-            needed = f"that is all there is, and the step needs at least {least}: use a smaller batch"
-        error.add_note(
-            f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which parameters, "
-            f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; {needed}."
-        )
-        self._trained.explain(error)
-
-    def explain(
-        self,
-        replicas: ReplicaSet,
-        slices: Sequence[BatchSlice],
-        static: StaticMemory,
-        error: BudgetError,
-        device: torch.device,
-        in_one_piece: int | None,
-    ) -> None:
-        """Adds to the refusal of a replica's activations what else is on ``device``, and what one piece needs."""
-        limit = self.budgets.limit(device, replicas.devices)
-        held = static.beside_activations(device)
-        sharing = len(by_device(slices)[device])
-        self._explain(error, device, held, limit, sharing)
-        # A budget that only micro-batches meet is refused where they are found not to do.
-        if in_one_piece is not None and in_one_piece > (error.smallest or 0):
-            least = format_least(held + sharing * in_one_piece)
-            error.add_note(
-                f"In one piece a step needs {least}: micro-batches stay only where a check finds that they are what "
-                "one device gives."
-            )
-
-    def room_of_replica(
-        self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device
-    ) -> int:
-        """Bytes of activations that each replica on ``device`` is allowed.
-
-        Raises:
-            BudgetError: there is no room for any.
-        """
-        limit = self.budgets.limit(device, replicas.devices)
-        return self._room(device, static, limit) // len(by_device(slices)[device])
-
-    def _room(self, device: torch.device, static: StaticMemory, limit: int) -> int:
-        """Bytes for activations on ``device``, of all the replicas that share it."""
-        held = static.beside_activations(device)
-        # The reduction may peak after the backward, where no plan for activations can help.
-        most = max(held, static.after_backward(device))
-        if most >= limit:
-            moving = static.moving.get(device, 0)
-            beside = ""
-            way_out = "shift parts of the model to another device (shifts)"
-            if moving:
-                beside = f", with {format_bytes(moving)} that the reduction of gradients needs beside them"
-                way_out = "use more gradient_buckets, reducer='colocate' or shifts"
-            allow = "Allow more" if self.budgets.is_users else "That is all there is: use a smaller batch"
-            error = BudgetError(
-                f"{self.budgets.describe(device)} allows {format_bytes(limit)} on {device}, and what is there beside "
-                f"activations (parameters, gradients, optimizer state, the batch) takes {format_bytes(most)}{beside}. "
-                f"{allow}, or {way_out}."
-            )
-            self._trained.explain(error)
-            raise error
-        return limit - held
 
     def _put_on(self, replicas: ReplicaSet) -> None:
         for replica in replicas.replicas if self.plans else ():  # also those without a slice today
@@ -596,8 +480,7 @@ class MemoryPlanning:
             # Watched, as only the steps themselves show that they save something
             # else than the profiled one.
             applied = apply_plan(replica.module, known_plan, watches=True)
-            if replica.device in self._joint_calls:
-                self._joint_calls[replica.device].count_in(applied)
+            self._joint_calls.count_in(replica.device, applied)
 
     def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> str:
         """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
@@ -607,13 +490,12 @@ class MemoryPlanning:
         """
         if not self.devices:
             # With on_oom="replan" and no budget, the first plan is made for what is free by now.
-            if self.budgets.given is None:
-                self.budgets = Budgets("auto", "on_oom='replan'")
+            self.rooms.allow_what_is_free()
             self.decide(replicas, slices, run, static)
         else:
             # The replicas keep their plans if nothing takes less.
             self.devices.tighten(replicas.root.module, self.planner)
-            self._look_for_joint_calls(self.devices.decided)
+            self._joint_calls.plan_for(self.devices.decided)
             self._take_off(replicas)
             self._put_on(replicas)
         return self.describe()
@@ -648,19 +530,15 @@ class MemoryPlanning:
     def forget(self) -> None:
         """Forgets what was found and planned, so that the next run plans anew."""
         self._shapes = KnownShapes()
-        self._trained = TrainedParameters()
+        self.rooms.forget()
         self.without_loss = StepsWithoutLoss()
         self.end_plan()
         self._confirmation = Confirmation()
         self._other_steps = OtherSteps()
-        self._joint_calls.clear()
-        self._has_told_of_calls = False
-        self._planned_bytes.clear()
+        self._joint_calls.forget()
         self.cache.start()
-        self.cut_costs = {}
+        self.micro_batches.cut_costs = {}
         self.devices.forget()
-        # One that an out-of-memory error has led to was for that run.
-        self.budgets = self._budgets_given
 
     def begin_epoch(self) -> None:
         """Callbacks may have taken memory: the room that plans count on is looked at before the next step."""

@@ -175,22 +175,24 @@ class StepMemory(NoStepMemory):
             numbers = chooser.numbers(
                 slices,
                 run,
-                partial(self._planning.room_of_replica, replicas, slices, static),
+                partial(self._planning.rooms.room_of_replica, replicas, slices, static),
                 self._planning.planner,
                 partial(self._beside, slices, static),
-                partial(self._planning.explain, replicas, slices, static),
+                partial(self._planning.rooms.explain_micro_batches, replicas, slices, static),
             )
         present = replicas.partition.numbers(training=True)
         numbers = list(map(max, numbers, present))
         is_cut = numbers != list(present) and session.cut_slices(numbers)
         # The plan that follows needs these very profiles; without them every
         # step would run once more.
-        self._planning.tried = chooser.tried
+        self._planning.micro_batches.tried = chooser.tried
         if not is_cut:
             return False
         # After the cut: making replicas anew removes the plans, and forgets
         # the costs along with them.
-        self._planning.cut_costs = {device: choice.cut_share for device, choice in chooser.choices.items()}
+        self._planning.micro_batches.cut_costs = {
+            device: choice.cut_share for device, choice in chooser.choices.items()
+        }
         if grows and not trains_more:
             session.strategy.announce(_NO_BOUND)
         return True
@@ -393,7 +395,7 @@ class StepMemory(NoStepMemory):
         mine = self._planning.is_open(self._session.replicas, slices)
         # Then only a process that ran out of memory plans, which the others know
         # nothing of and cannot answer.
-        if not self._planning.budget_given:
+        if not self._planning.rooms.is_given:
             return mine
         return self._session.strategy.reduce_boolean_decision(mine, all=False)
 
@@ -402,7 +404,9 @@ class StepMemory(NoStepMemory):
         replicas = self._session.replicas
         cut = self._session.micro_batches
         # A share of the step's time, which the plan is announced with.
-        self._planning.runs_forward_twice = cut is not None and cut.two_passes is not None and replicas.cuts_slices
+        self._planning.micro_batches.run_forward_twice = (
+            cut is not None and cut.two_passes is not None and replicas.cuts_slices
+        )
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
             self._planning.decide(replicas, step.slices, run, self._static_memory, source=source)
@@ -436,7 +440,7 @@ class StepMemory(NoStepMemory):
         """
         # With shifts="auto" it is the first batch that decides which parts are where, so there is
         # no profile of any device before.
-        if not self._planning.budget_given or self._shifts_open:
+        if not self._planning.rooms.is_given or self._shifts_open:
             return
         session = self._session
         example = self._session.options.example_batch
