@@ -12,30 +12,22 @@ shapes          one plan for steps of several shapes
 micro_batches   one plan for a step that is cut into parts of its rows
 execute/        the plan on a module: saved_tensor_hooks on what the graph knows (values), how operators are repeated
                 (recipes/), on what, where autograd does not know it (untracked_inputs), and copies (offload)
-apply           all of it in one call: search_plan, apply_plan
+module_step     the step of a module as it is written, and its profile
+plan_search     all of it in one call: search_plan
+apply           a plan put on a module, and taken off: apply_plan
 """
 
-from lightning_dpx.memory.apply import (
-    AppliedPlan,
-    applied_plan,
-    apply_plan,
-    bytes_of_budget,
-    estimate_cost,
-    forecast_plan,
-    planned,
-    profile_module,
-    remove_plan,
-    search_plan,
-    sum_of,
-    timeline_of,
-)
+from lightning_dpx.memory.apply import AppliedPlan, applied_plan, apply_plan, planned, remove_plan
 from lightning_dpx.memory.micro_batches import plan_in_micro_batches
+from lightning_dpx.memory.module_step import profile_module, sum_of
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
 from lightning_dpx.memory.plan.joint import plan_devices
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
 from lightning_dpx.memory.plan.micro_batches import BesideActivations, MicroBatchChoice, in_micro_batches
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, describe_cut, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
+from lightning_dpx.memory.plan_search import bytes_of_budget, estimate_cost, search_plan
 from lightning_dpx.memory.profile.abstract import profile_absent
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.profiler import profile_step

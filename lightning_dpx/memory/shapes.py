@@ -14,8 +14,8 @@ from itertools import chain
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan.forecast import Forecast
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.joint import plan_devices, with_figures
 from lightning_dpx.memory.plan.make_plan import lower_bound, plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpx.memory import MemoryPlan, Profile, apply_plan, profile_module, remove_plan, search_plan
-from lightning_dpx.memory.apply import loss_of
 from lightning_dpx.memory.measured_plans import fastest_plan
+from lightning_dpx.memory.module_step import loss_of
 from lightning_dpx.memory.plan.make_plan import plan_candidates
 from lightning_dpx.python_objects.untouched import untouched
 

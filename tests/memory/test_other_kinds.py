@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import MemoryTrace, forecast_plan, plan_profile, profile_module
-from lightning_dpx.memory.apply import loss_of
+from lightning_dpx.memory.module_step import loss_of
 from tests.memory.models import Swing
 from tests.memory.steps import DropsEverything, train
 

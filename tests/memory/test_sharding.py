@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.apply import profile_module
+from lightning_dpx.memory.module_step import profile_module
 from lightning_dpx.memory.sharding import plan_of_first_rank, unsharded
 from tests.memory.sharded_program import WIDTH, Model, Steps, followed, sharded
 from tests.programs import start

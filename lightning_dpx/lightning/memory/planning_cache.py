@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_info
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, SharedPlan, plan_shapes
-from lightning_dpx.memory.apply import forecast_plan
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_plans, key_of_step
 
 Agree = Callable[[bool], bool]

@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import profile_module
-from lightning_dpx.memory.apply import forecast_plan, loss_of
 from lightning_dpx.memory.execute.calls import Call, repeating
+from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from tests import helpers
 from tests.conftest import SIMULATED, simulated_bytes
 from tests.memory.models import AWKWARD, CustomFunction, Swing, Swinging

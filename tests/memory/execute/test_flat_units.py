@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.apply import profile_module
 from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.flat_units import holds_views, inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.sharded_units import sharded_units
+from lightning_dpx.memory.module_step import profile_module
 from tests.memory.sharded_program import WIDTH, Block, Model, Steps, wrapped
 
 # One process has nothing to shard, and is told so.

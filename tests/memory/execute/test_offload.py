@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import profile_module
-from lightning_dpx.memory.apply import forecast_plan
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED, sim_device
 from tests.memory.models import AWKWARD, ORDINARY, CustomFunction

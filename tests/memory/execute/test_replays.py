@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import plan_profile, profile_module
-from lightning_dpx.memory.apply import applied_plan, forecast_plan
+from lightning_dpx.memory.apply import applied_plan
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.plan import Decision, fingerprint_of
 from lightning_dpx.memory.plan.replayed_steps import replayed
 from tests.memory.models import Cube

@@ -7,8 +7,8 @@ from torch import nn
 
 from lightning_dpx.errors import BudgetError, PlanError
 from lightning_dpx.memory import MemoryPlan, plan_profile
-from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.plan import format_plan
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import Profile, extrapolate, plan_profile, profile_module, scaled
-from lightning_dpx.memory.apply import forecast_plan
 from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, as_planned, ways_to_offload
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
 from tests.conftest import SIMULATED

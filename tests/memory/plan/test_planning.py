@@ -25,9 +25,12 @@ from lightning_dpx.memory import (
     profile_module,
     summary,
 )
-from lightning_dpx.memory.apply import applied_plan, bytes_of_budget, forecast_plan, loss_of
+from lightning_dpx.memory.apply import applied_plan
+from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.solvers.repair import fill
+from lightning_dpx.memory.plan_search import bytes_of_budget
 from tests.conftest import SIMULATED
 from tests.memory.models import AWKWARD, ORDINARY, Case, CustomFunction, Residual, UnrolledLSTM
 from tests.memory.steps import DropsEverything, train

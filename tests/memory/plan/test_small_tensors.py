@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import plan_profile, profile_module
-from lightning_dpx.memory.apply import loss_of
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
+from lightning_dpx.memory.module_step import loss_of
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
 

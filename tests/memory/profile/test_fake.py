@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 from lightning_dpx.bench.staged import STAGED_MODELS, Chain
 from lightning_dpx.memory import Profile, plan_profile, profile_module, summary
-from lightning_dpx.memory.apply import loss_of
+from lightning_dpx.memory.module_step import loss_of
 from tests.conftest import SIMULATED
 from tests.memory.execute.test_neighbours import Blocks
 from tests.memory.models import AWKWARD, GPT, ORDINARY, Block, Case

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dpx.memory import apply_plan, plan_profile, profile_step
-from lightning_dpx.memory.apply import profile_module
+from lightning_dpx.memory.module_step import profile_module
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile

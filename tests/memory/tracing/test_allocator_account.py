@@ -15,7 +15,7 @@ from torch.profiler import profile as profiler
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import Profile, plan_profile, profile_module
-from lightning_dpx.memory.apply import loss_of
+from lightning_dpx.memory.module_step import loss_of
 from lightning_dpx.memory.profile.data import most_with
 from lightning_dpx.memory.tracing.allocator_account import Taken
 from tests.conftest import SIMULATED
