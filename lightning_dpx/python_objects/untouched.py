@@ -202,52 +202,82 @@ def untouched(module: nn.Module, *, tensors: bool = True, reach: Reach | None = 
     Yields:
         What must be told before an operator writes to a tensor.
     """
-    reach = reach or Reach(module)
-    parts = reach.parts
-    state = reach.state
-    marks = state.marks()
-    # A scripted part keeps its tensors in C++; what looks like its dicts refuses to be emptied.
-    owners = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-    own = [(part, dict(parameters_of(part)), dict(buffers_of(part))) for part in owners]
-    held: list[torch.Tensor] = []
-    buffers: list[torch.Tensor] = []
-    for part in parts:
-        held += [tensor for tensor in parameters_of(part).values() if tensor is not None]
-        buffers += [tensor for tensor in buffers_of(part).values() if tensor is not None]
-    hooks = HooksOfOthers(owners, held)
-    # Parameters are copied when something writes to them and not before: a large model has no room
-    # for a second one.
-    copies = [(buffer, buffer.detach().clone()) for buffer in buffers if tensors and _is_there(buffer)]
-    gradients = [(parameter, parameter.grad) for parameter in held if tensors]
-    memory = MemoryOfTensors((*held, *buffers, *state.tensors()) if tensors else ())
-    writes = CopyOnWrite(tensor for tensor in (*held, *state.tensors()) if _is_there(tensor))
-    generators = GeneratorStates(
-        {tensor.device for tensor in (*held, *buffers) if tensors}, generators=reach.generators
-    )
-    # A lazy module is one of another class after its first call.
-    types = [type(part) for part in parts]
+    before = _ModuleBefore(reach or Reach(module), tensors=tensors)
     try:
-        yield writes
+        yield before.writes
     finally:
-        generators.restore()
-        state.put_back(marks)
+        before.put_back()
+
+
+class _ModuleBefore:
+    """A module as it is before a run.
+
+    Args:
+        reach: What it leads to.
+        tensors: Whether its own tensors take part.
+
+    Attributes:
+        writes: What must be told before an operator writes to a tensor.
+    """
+
+    def __init__(self, reach: Reach, *, tensors: bool) -> None:
+        self._parts = reach.parts
+        self._state = reach.state
+        self._marks = self._state.marks()
+        # A scripted part keeps its tensors in C++; what looks like its dicts refuses to be emptied.
+        owners = [part for part in self._parts if not isinstance(part, torch.jit.ScriptModule)]
+        self._own = [(part, dict(parameters_of(part)), dict(buffers_of(part))) for part in owners]
+        held: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
+        for part in self._parts:
+            held += [tensor for tensor in parameters_of(part).values() if tensor is not None]
+            buffers += [tensor for tensor in buffers_of(part).values() if tensor is not None]
+        self._hooks = HooksOfOthers(owners, held)
+        # Parameters are copied when something writes to them and not before: a large model has no room
+        # for a second one.
+        self.writes: CopyOnWrite = CopyOnWrite(
+            tensor for tensor in (*held, *self._state.tensors()) if _is_there(tensor)
+        )
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        own: list[torch.Tensor] = []
+        if tensors:
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers if _is_there(buffer)]
+            self._gradients = [(parameter, parameter.grad) for parameter in held]
+            own = [*held, *buffers]
+        self._memory = MemoryOfTensors((*own, *self._state.tensors()) if tensors else ())
+        self._generators = GeneratorStates({tensor.device for tensor in own}, generators=reach.generators)
+        # A lazy module is one of another class after its first call.
+        self._types = [type(part) for part in self._parts]
+
+    def put_back(self) -> None:
+        """What the run has changed is as it was."""
+        self._generators.restore()
+        self._state.put_back(self._marks)
         with torch.no_grad():
             # First, as writes are put back into the memory from before, which may be a buffer's no longer.
-            memory.put_back()
-            writes.put_back()
-            for buffer, copy in copies:
-                # A write would raise the version of a buffer whose numbers are the same, and make
-                # it look changed.
-                if buffer.shape == copy.shape and (buffer.layout is not torch.strided or not torch.equal(buffer, copy)):
-                    buffer.copy_(copy)
-        for parameter, gradient in gradients:
+            self._memory.put_back()
+            self.writes.put_back()
+            self._put_buffers_back()
+        for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        initialised = {id(part) for part, kind in zip(parts, types, strict=True) if type(part) is not kind}
-        hooks.put_back(initialised)
-        for part, parameters, statistics in own:
+        initialised = set[int]()
+        for part, kind in zip(self._parts, self._types, strict=True):
+            if type(part) is not kind:
+                initialised.add(id(part))
+        self._hooks.put_back(initialised)
+        for part, parameters, buffers in self._own:
             if id(part) not in initialised:  # a lazy module has its tensors from now on
                 _put_in(parameters_of(part), parameters)
-                _put_in(buffers_of(part), statistics)
+                _put_in(buffers_of(part), buffers)
+
+    def _put_buffers_back(self) -> None:
+        """Without a write where the numbers are the same: it would make a buffer look changed to autograd."""
+        for buffer, copy in self._buffers:
+            if buffer.shape != copy.shape:
+                continue
+            if buffer.layout is not torch.strided or not torch.equal(buffer, copy):
+                buffer.copy_(copy)
 
 
 def _with_those_outside(module: nn.Module) -> tuple[list[nn.Module], ObjectState]:

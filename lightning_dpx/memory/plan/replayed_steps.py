@@ -11,7 +11,7 @@ ever, and the time of the replays stands beside it.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -206,45 +206,62 @@ class _Replayed:
         names = self._names()
         regions = self._region.tolist()
         related = self._related_paths()
-        given = dict[int, str]()  # by storage, the last replayed call that takes it
-        for at in self._chosen:
-            given.update(dict.fromkeys(profile.calls[at].given, profile.calls[at].name))
+        given = self._given_storages()
         found = list[SavedValue]()
         lost = dict[int, str]()  # the call without which each cannot be had
         kept = dict[int, str]()  # likewise, of what is kept for that, and there only once it is saved
         for index, value in enumerate(profile.values):
-            holds = self._step.of_name.get(value.name, ()) if value.name else ()
-            # Dropped by the replay if all that autograd holds of it is held within replayed calls.
-            inside = [regions[at] for at in holds]
-            if holds and min(inside) >= 0:
-                call = profile.calls[inside[0]].name
-                lost[index] = call
-                found.append(replace(value, within=call, compact=0, refused=_WITHIN.format(repr(call))))
+            within = self._call_that_holds(value, regions)
+            if within:
+                lost[index] = within
+                found.append(replace(value, within=within, compact=0, refused=_WITHIN.format(repr(within))))
                 continue
-            # What leads through a value that only the replay has can be had by nothing else; and a
-            # call that shares a module with a replayed one is not made again for single values.
-            call = next((lost[source] for source in value.inputs if source in lost), "")
-            for source in value.inputs:
-                if source in kept and profile.values[source].saved > value.saved:
-                    call = call or kept[source]
-            call = call or (_conflict(value, *related) if value.call else "")
-            name = names.get(value.name, value.name)
-            if value.storage in given and not value.refused:
-                found.append(replace(value, name=name, refused=_GIVEN.format(repr(given[value.storage]))))
-                continue
-            is_virtual = value.storage < 0 and not value.name
-            if call and (is_virtual or not value.refused):
-                if is_virtual:
+            call = self._call_that_leads_to(value, lost, kept)
+            if not call and value.call:
+                call = _conflict(value, *related)
+            if value.storage < 0 and not value.name:
+                if call:
                     lost[index] = call
-                    found.append(value)
-                else:
-                    kept[index] = call
-                    found.append(replace(value, name=name, refused=_LEADS_IN.format(repr(call))))
+                found.append(value)
                 continue
-            if name != value.name:  # most values stay as they are, and a copy takes time
-                value = replace(value, name=name)
+            name = names.get(value.name, value.name)
+            refused = value.refused
+            if not refused and value.storage in given:
+                refused = _GIVEN.format(repr(given[value.storage]))
+            elif not refused and call:
+                kept[index] = call
+                refused = _LEADS_IN.format(repr(call))
+            if name != value.name or refused != value.refused:  # most values stay as they are, and a copy takes time
+                value = replace(value, name=name, refused=refused)
             found.append(value)
         return found
+
+    def _given_storages(self) -> dict[int, str]:
+        """By storage, the last replayed call that takes it as an argument."""
+        given = dict[int, str]()
+        for at in self._chosen:
+            call = self._profile.calls[at]
+            given.update(dict.fromkeys(call.given, call.name))
+        return given
+
+    def _call_that_holds(self, value: SavedValue, regions: Sequence[int]) -> str:
+        """The replayed call that drops ``value``: all that autograd holds of it is held within such calls."""
+        if not value.name:
+            return ""
+        inside = [regions[at] for at in self._step.of_name.get(value.name, ())]
+        if not inside or min(inside) < 0:
+            return ""
+        return self._profile.calls[inside[0]].name
+
+    def _call_that_leads_to(self, value: SavedValue, lost: Mapping[int, str], kept: Mapping[int, str]) -> str:
+        """The replayed call without which ``value`` cannot be made again: only its replay has one of the inputs."""
+        for source in value.inputs:
+            if source in lost:
+                return lost[source]
+        for source in value.inputs:
+            if source in kept and self._profile.values[source].saved > value.saved:
+                return kept[source]
+        return ""
 
     def _related_paths(self) -> tuple[dict[str, str], dict[str, str]]:
         """The replayed calls by the path of their module, and by those of all modules round them."""

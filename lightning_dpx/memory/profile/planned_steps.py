@@ -7,7 +7,7 @@ that have left them, hooks, noted operands, objects that are made and go. Steps 
 run for it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -64,10 +64,7 @@ def measured_in_step(
         backward: What to do with its result.
         known: What bookkeeping takes elsewhere: what it counts as where it is too little to be seen in the step.
     """
-    droppable = droppable_values(profile)
-    sets = {"dropped": droppable[::_EVERY]}
-    if profile.step_seconds <= _LONG:
-        sets["sparsely"] = droppable[::_RARELY]
+    sets = _sets_to_drop(profile)
     made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
     # Where hooks are called for every tensor, those that are kept take their time as well.
@@ -77,9 +74,11 @@ def measured_in_step(
     # Where writes are watched, the times hold that as well.
     if timer.watches or max(by_values, by_calls) < least:
         return known
+    if by_values < least:
+        sets = {}
     kinds = dict[str, Practised | Replays]()
     try:
-        for kind, dropped in sets.items() if by_values >= least else ():
+        for kind, dropped in sets.items():
             kinds[kind] = _dropping(profile, module, dropped)
         if by_calls >= least:
             kinds["replayed"] = Replays(module, [call.name for call in calls])
@@ -89,20 +88,43 @@ def measured_in_step(
         for hooks in kinds.values():
             hooks.remove()
     plain = found[""]
-    if "dropped" in found:
-        cases = list[_Case]()
-        for kind, dropped in sets.items():
-            operators = sum(profile.values[index].seconds for index in made[kind])
-            spent = found[kind] - plain - operators
-            cases.append(_Case(len(made[kind]), count_places(profile, dropped), max(0.0, spent)))
-        is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
-        known = _with_following(cases, known) if is_followed else _told_apart(cases, known)
+    cases = list[_Case]()
+    for kind, dropped in sets.items():
+        operators = sum(profile.values[index].seconds for index in made[kind])
+        spent = found[kind] - plain - operators
+        cases.append(_Case(len(made[kind]), count_places(profile, dropped), max(0.0, spent)))
+    if cases and any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values()):
+        known = _with_following(cases, known)
+    elif cases:
+        known = _told_apart(cases, known)
     if "replayed" in found:
-        spent = found["replayed"] - plain - sum(call.seconds for call in calls)
-        if spent > 0.0:
-            factor = spent / by_calls
-            known = replace(known, call=known.call * factor, tensor=known.tensor * factor)
+        known = _of_calls(found["replayed"] - plain, calls, by_calls, known)
     return replace(known, step_seconds=plain)
+
+
+def _sets_to_drop(profile: Profile) -> dict[str, list[int]]:
+    """By name, the values that are dropped together in a step that is measured."""
+    droppable = droppable_values(profile)
+    sets = {"dropped": droppable[::_EVERY]}
+    if profile.step_seconds <= _LONG:
+        sets["sparsely"] = droppable[::_RARELY]
+    return sets
+
+
+def _of_calls(spent: float, calls: Iterable[SavedCall], expected: float, known: Bookkeeping) -> Bookkeeping:
+    """Bookkeeping of replayed calls, from a step that replays these.
+
+    Args:
+        spent: Seconds that it takes longer.
+        calls: Those that it replays.
+        expected: Seconds of bookkeeping that were expected.
+        known: What that was expected by.
+    """
+    beside = spent - sum(call.seconds for call in calls)
+    if beside <= 0.0:
+        return known
+    factor = beside / expected
+    return replace(known, call=known.call * factor, tensor=known.tensor * factor)
 
 
 def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:

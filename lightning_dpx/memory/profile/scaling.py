@@ -1,6 +1,6 @@
 """The profile of a batch that is too large to be tried, or was not, from two others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, SavedCall, SavedValue
@@ -14,20 +14,40 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
     that of the whole, whatever it consists of.
     """
 
-    def line(low: float, high: float) -> float:
-        # What grows faster than the rows would be less than nothing on few of them.
-        return max(0.0, high + (high - low) / (rows[1] - rows[0]) * (target - rows[1]))
+    line = _Line(rows, target)
+    if not _are_same_step(few, more):
+        whole = line.time(few.step_seconds, more.step_seconds)
+        in_time = line.factor
+        if more.step_seconds:
+            in_time = whole / more.step_seconds
+        return scaled(more, line.factor, in_time)
+    values = []
+    for low, high in zip(few.values, more.values, strict=True):
+        values.append(line.value(low, high))
+    storages = []
+    for before, after in zip(few.storages, more.storages, strict=True):
+        storages.append(replace(after, num_bytes=line.size(before.num_bytes, after.num_bytes)))
+    # Events, requests and names are those of the larger step: the smaller one has the same.
+    return replace(
+        more,
+        values=tuple(values),
+        storages=tuple(storages),
+        curve=tuple(map(line.size, few.curve, more.curve)),
+        step_seconds=line.time(few.step_seconds, more.step_seconds),
+        scale=line.factor,
+        forward_seconds=line.time(few.forward_seconds, more.forward_seconds),
+        calls=tuple(map(line.call, few.calls, more.calls)),
+        codes=tuple(map(line.code, few.codes, more.codes)),
+    )
 
-    def time(low: float, high: float) -> float:
-        """More rows never take less time, and fewer none that is less in proportion: measured times jitter."""
-        found = line(low, high)
-        if target >= rows[1]:
-            return max(found, high)
-        return max(min(found, high), high * target / rows[1])
 
-    # Lines join what is the same thing in both steps: the same values in the same storages, asked
-    # for at the same events. One operator more in either, and the numbers do not belong together.
-    same = (
+def _are_same_step(few: Profile, more: Profile) -> bool:
+    """Whether lines may join the numbers of two steps.
+
+    They join what is the same thing in both: the same values in the same storages, asked for at the same events. One
+    operator more in either, and the numbers do not belong together.
+    """
+    return (
         len(few.curve) == len(more.curve)
         and list(map(_described, few.values)) == list(map(_described, more.values))
         and len(few.storages) == len(more.storages)
@@ -35,73 +55,90 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         and list(map(_described_call, few.calls)) == list(map(_described_call, more.calls))
         and list(map(_described_code, few.codes)) == list(map(_described_code, more.codes))
     )
-    if not same:
-        whole = time(few.step_seconds, more.step_seconds)
-        in_time = whole / more.step_seconds if more.step_seconds else target / rows[1]
-        return scaled(more, target / rows[1], in_time)
-    values = []
-    for low, high in zip(few.values, more.values, strict=True):
-        seconds = time if target < rows[1] else line
-        stretches = [round(line(*pair)) for pair in zip(low.stretches, high.stretches, strict=True)]
+
+
+class _Line:
+    """The line through what two steps take, as a function of their rows.
+
+    Args:
+        rows: Of the smaller step, and of the larger one.
+        target: The rows that are asked for.
+
+    Attributes:
+        factor: Times as many rows as in the larger step.
+    """
+
+    def __init__(self, rows: tuple[int, int], target: int) -> None:
+        few, more = rows
+        self.factor: float = target / more
+        self._beyond = target - more
+        self._apart = more - few
+
+    def number(self, low: float, high: float) -> float:
+        """What is ``low`` in the smaller step and ``high`` in the larger one."""
+        # What grows faster than the rows would be less than nothing on few of them.
+        return max(0.0, high + (high - low) / self._apart * self._beyond)
+
+    def size(self, low: float, high: float) -> int:
+        """The same, in whole bytes."""
+        return round(self.number(low, high))
+
+    def time(self, low: float, high: float) -> float:
+        """Seconds. More rows never take less, and fewer none that is less in proportion: measured times jitter."""
+        found = self.number(low, high)
+        if self.factor >= 1:
+            return max(found, high)
+        return max(min(found, high), high * self.factor)
+
+    def value(self, low: SavedValue, high: SavedValue) -> SavedValue:
+        """A value of both steps."""
+        seconds = self.number(low.seconds, high.seconds)
+        if self.factor < 1:
+            seconds = self.time(low.seconds, high.seconds)
         # Bytes of generators' states stay: they do not depend on how many numbers are drawn.
-        values.append(
-            replace(
-                high,
-                num_bytes=round(line(low.num_bytes, high.num_bytes)),
-                seconds=seconds(low.seconds, high.seconds),
-                compact=round(line(low.compact, high.compact)),
-                copying=line(low.copying, high.copying),
-                beside=round(line(low.beside, high.beside)),
-                stretches=tuple(stretches),
-            )
+        return replace(
+            high,
+            num_bytes=self.size(low.num_bytes, high.num_bytes),
+            seconds=seconds,
+            compact=self.size(low.compact, high.compact),
+            copying=self.number(low.copying, high.copying),
+            beside=self.size(low.beside, high.beside),
+            stretches=tuple(map(self.size, low.stretches, high.stretches)),
         )
-    storages = []
-    for before, after in zip(few.storages, more.storages, strict=True):
-        storages.append(replace(after, num_bytes=round(line(before.num_bytes, after.num_bytes))))
-    # Events, requests and names are those of the larger step: the smaller one has the same.
-    return replace(
-        more,
-        values=tuple(values),
-        storages=tuple(storages),
-        curve=tuple(round(line(a, b)) for a, b in zip(few.curve, more.curve, strict=True)),
-        step_seconds=time(few.step_seconds, more.step_seconds),
-        scale=target / rows[1],
-        forward_seconds=time(few.forward_seconds, more.forward_seconds),
-        calls=tuple(_between(a, b, line) for a, b in zip(few.calls, more.calls, strict=True)),
-        codes=tuple(_code_between(a, b, line) for a, b in zip(few.codes, more.codes, strict=True)),
-    )
 
-
-def _between(few: SavedCall, more: SavedCall, line: Callable[[float, float], float]) -> SavedCall:
-    """The call with sizes and times on the lines through those of two steps."""
-
-    def sizes(low: Sequence[tuple[int, int]], high: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        return tuple((round(line(a[0], b[0])), b[1]) for a, b in zip(low, high, strict=True))
-
-    return replace(
-        more,
-        seconds=line(few.seconds, more.seconds),
-        most=round(line(few.most, more.most)),
-        again=sizes(few.again, more.again),
-        small=round(line(few.small, more.small)),
-        given_beside=sizes(few.given_beside, more.given_beside),
-    )
-
-
-def _code_between(few: CompiledCall, more: CompiledCall, line: Callable[[float, float], float]) -> CompiledCall:
-    """The call of compiled code, likewise."""
-    runs = []
-    for low, high in zip(few.runs, more.runs, strict=True):
-        runs.append(
-            CodeRun(
-                high.share,
-                round(line(low.forward, high.forward)),
-                round(line(low.stays, high.stays)),
-                round(line(low.backward, high.backward)) if high.backward >= 0 else -1,
-                line(low.seconds, high.seconds),
-            )
+    def call(self, low: SavedCall, high: SavedCall) -> SavedCall:
+        """A module call of both steps."""
+        return replace(
+            high,
+            seconds=self.number(low.seconds, high.seconds),
+            most=self.size(low.most, high.most),
+            again=self._sizes(low.again, high.again),
+            small=self.size(low.small, high.small),
+            given_beside=self._sizes(low.given_beside, high.given_beside),
         )
-    return replace(more, runs=tuple(runs))
+
+    def _sizes(self, low: Sequence[tuple[int, int]], high: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Bytes with the events at which they go."""
+        found = []
+        for (few, _), (more, event) in zip(low, high, strict=True):
+            found.append((self.size(few, more), event))
+        return tuple(found)
+
+    def code(self, low: CompiledCall, high: CompiledCall) -> CompiledCall:
+        """A call of compiled code of both steps."""
+        return replace(high, runs=tuple(map(self._code_run, low.runs, high.runs)))
+
+    def _code_run(self, low: CodeRun, high: CodeRun) -> CodeRun:
+        backward = -1
+        if high.backward >= 0:
+            backward = self.size(low.backward, high.backward)
+        return CodeRun(
+            high.share,
+            self.size(low.forward, high.forward),
+            self.size(low.stays, high.stays),
+            backward,
+            self.number(low.seconds, high.seconds),
+        )
 
 
 def _described_code(call: CompiledCall) -> tuple[object, ...]:
