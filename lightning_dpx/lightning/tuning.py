@@ -22,7 +22,7 @@ from lightning_dpx.errors import ConfigurationError, PlanError
 from lightning_dpx.lightning.empty_step import EmptyRun, seconds_of_empty_step, seconds_of_loading
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
-from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of, say_why_whole
+from lightning_dpx.lightning.memory.device_planner import DevicePlanner, Number, micro_batches_of, say_why_whole
 from lightning_dpx.lightning.memory.dry_run import (
     DeviceForecast,
     LoggedValue,
@@ -40,7 +40,7 @@ from lightning_dpx.lightning.memory.dry_run import (
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.lightning.quiet import quiet_lightning
-from lightning_dpx.memory import Planner, Profile, extrapolate
+from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.notebook import html_table
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
@@ -331,47 +331,98 @@ def _tuned(
     current = _rows_of(replicas, batch)
     profiles = StepProfiles(trainer, replicas, batch, current, settings, progress)
     few = max(1, current // 4)
-    whole = _Line(profiles.of_slice, few, current)
-    # Micro-batches add to gradients that are there already, which takes other memory
-    # than the first.
-    part = _Line(profiles.of_part, few, current)
-    whole(current)  # before the smaller one, as libraries fill their caches with it
+    sizes = _SizeForecasts(trainer, module, settings, profiles, (few, current), bytes_of_tensors(batch))
+    sizes.profile()
     numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
-    lasting = lasting_bytes(trainer, module, settings)
-    # A batch stays on its device for the whole step, beside what the step itself keeps.
-    inputs = bytes_of_tensors(batch)
     beside = _seconds_beside(trainer, module, batch, settings, partial(profiles.logged, few))
     loading = _seconds_of_loading(trainer, settings) / current
-    workload = parse_workload(settings.workload, len(settings.devices))
     found = []
     for batch_size in options.sizes(current, len(settings.devices)):
         progress(f"planning batches of {batch_size}")
+        forecasts, seconds = sizes.of(batch_size, numbers)
+        found.append(BatchSizeForecast(batch_size, forecasts, seconds, beside + loading * batch_size))
+    say_why_whole(why_whole, [device.plan for one in found for device in one.devices])
+    return Tuning(tuple(found), current, sizes.basis)
+
+
+class _SizeForecasts:
+    """Forecasts of steps of any size, from profiles of two.
+
+    Args:
+        trainer: Of the run.
+        module: What is trained.
+        settings: The devices, and what is allowed on them.
+        profiles: Of steps.
+        rows: Of the two steps that are profiled, the smaller one first.
+        inputs: Bytes of a batch of as many rows as the larger one.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        settings: Settings,
+        profiles: StepProfiles,
+        rows: tuple[int, int],
+        inputs: int,
+    ) -> None:
+        self._settings = settings
+        self._rows = rows
+        self._inputs = inputs
+        self._whole = _Line(profiles.of_slice, *rows)
+        # Micro-batches add to gradients that are there already, which takes other memory
+        # than the first.
+        self._part = _Line(profiles.of_part, *rows)
+        self._plan = partial(plan_step, module, settings)
+        self._beside = partial(beside_micro_batches, trainer, module)
+        self._lasting = partial(lasting_bytes, trainer, module, settings)
+
+    def profile(self) -> None:
+        """Profiles the larger step before the smaller one, as libraries fill their caches with it."""
+        self._whole(self._rows[1])
+
+    @property
+    def basis(self) -> str:
+        """Where times come from."""
+        return self._whole(self._rows[1]).basis
+
+    def of(self, batch_size: int, numbers: Sequence[Number]) -> tuple[tuple[DeviceForecast, ...], float]:
+        """A step of ``batch_size`` rows: the forecasts of all devices that get any, and the seconds that it takes.
+
+        Args:
+            batch_size: Rows.
+            numbers: For every device, into how many micro-batches its slice is cut.
+        """
+        settings = self._settings
         forecasts = []
         busy = dict[torch.device, float]()
-        slices = split_sizes(batch_size, workload)
-        for device, rows, held, number in zip(settings.devices, slices, lasting, numbers, strict=True):
+        slices = split_sizes(batch_size, parse_workload(settings.workload, len(settings.devices)))
+        for device, rows, held, number in zip(settings.devices, slices, self._lasting(), numbers, strict=True):
             # A small batch may leave a device without rows: it computes nothing and holds no plan.
             if not rows:
                 continue
+            # A batch stays on its device for the whole step, beside what the step itself keeps.
+            held["inputs"] = self._inputs * rows // self._rows[1]
             planner = DevicePlanner(
                 rows,
                 number,
-                whole,
-                part,
-                partial(plan_step, module, settings),
+                self._whole,
+                self._part,
+                self._plan,
                 seconds_each=seconds_of_a_micro_batch(device),
-                beside=beside_micro_batches(trainer, module),
+                beside=self._beside(),
             )
-            forecast = forecast_device(device, rows, {**held, "inputs": inputs * rows // current}, planner, settings)
+            forecast = forecast_device(device, rows, held, planner, settings)
             forecasts.append(forecast)
-            # A budget that cannot be met makes the time infinite, so that this size is
-            # never the best.
-            share = float("inf") if forecast.plan is None else forecast.plan.recompute_share or 0.0
             # Replicas on one device take turns, so their times add up.
-            busy[device] = busy.get(device, 0.0) + whole(rows).step_seconds * (1 + share)
-        found.append(BatchSizeForecast(batch_size, tuple(forecasts), max(busy.values()), beside + loading * batch_size))
-    say_why_whole(why_whole, [device.plan for one in found for device in one.devices])
-    return Tuning(tuple(found), current, whole(current).basis)
+            busy[device] = busy.get(device, 0.0) + self._seconds(rows, forecast.plan)
+        return tuple(forecasts), max(busy.values())
+
+    def _seconds(self, rows: int, plan: MemoryPlan | None) -> float:
+        """Seconds of a slice; without a plan, as a budget cannot be met, infinite: no such size is the best."""
+        if plan is None:
+            return float("inf")
+        return self._whole(rows).step_seconds * (1 + (plan.recompute_share or 0.0))
 
 
 def _runs_on_host(settings: Settings) -> bool:

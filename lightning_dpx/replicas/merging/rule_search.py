@@ -6,7 +6,7 @@ Slices of unequal size make coincidences rare: a 12 x 12 matrix keeps its shape,
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -186,17 +186,7 @@ class Search:
         if path in self.unstable:
             rule = joins[0] if joins else Rule(kind="by type")
             return Finding(path=path, rules=(rule,), is_sure=False)
-        errors: dict[Rule, float] = {}
-        for rule in joins:
-            errors[rule] = difference(target, join(values, rule), self.tolerance)
-        if all(value.shape == target.shape for value in values):
-            for kind in self._kinds():
-                reduced = reduce_numbers(values, kind, self.weights)
-                if reduced is not None:
-                    # Where summands cancel out, the roundings that are left have their size, not
-                    # the sum's.
-                    terms = _largest(values) if kind in _ADDED else 0.0
-                    errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance, terms=terms)
+        errors = self._errors_by_rule(target, values, joins)
         fitting = [rule for rule, error in errors.items() if error <= self.tolerance.relative]
         if not fitting and joins:
             # Their shapes, which add up, would read as if nothing were wrong.
@@ -206,14 +196,36 @@ class Search:
             return Finding(path=path, rules=(), text=text)
         if not fitting:
             return self._unlike(path, whole, parts)
+        best = fitting[0]
         # Equal everywhere fits a mean, an extreme, and "first" alike, so it decides nothing.
         constant = all(difference(target, value, self.tolerance) == 0 for value in values)
-        if fitting[0].kind != "join" and constant:
+        if best.kind != "join" and constant:
             return self._constant(target, path, fitting)
-        is_sure = fitting[0].kind == "join" or len(fitting) == 1 or target.numel() > _BY_CHANCE
-        if fitting[0].kind in ("max", "min", "first", "last") and target.numel() <= _BY_CHANCE:
+        has_many = target.numel() > _BY_CHANCE
+        is_sure = best.kind == "join" or len(fitting) == 1 or has_many
+        if best.kind in ("max", "min", "first", "last") and not has_many:
             is_sure = False  # the median of all rows may well be that of some
-        return Finding(path=path, rules=tuple(fitting), is_sure=is_sure, error=errors[fitting[0]])
+        return Finding(path=path, rules=tuple(fitting), is_sure=is_sure, error=errors[best])
+
+    def _errors_by_rule(
+        self, target: torch.Tensor, values: list[torch.Tensor], joins: Iterable[Rule]
+    ) -> dict[Rule, float]:
+        """By rule, the relative difference of what it makes of ``values`` from ``target``; the likeliest come first."""
+        errors: dict[Rule, float] = {}
+        for rule in joins:
+            errors[rule] = difference(target, join(values, rule), self.tolerance)
+        if any(value.shape != target.shape for value in values):
+            return errors
+        for kind in self._kinds():
+            reduced = reduce_numbers(values, kind, self.weights)
+            if reduced is None:
+                continue
+            terms = 0.0
+            if kind in _ADDED:
+                # Where summands cancel out, the roundings that are left have their size, not the sum's.
+                terms = _largest(values)
+            errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance, terms=terms)
+        return errors
 
     def _constant(self, target: torch.Tensor, path: str, fitting: list[Rule]) -> Finding:
         """The finding for a value that is the same everywhere: a mean, unless all is zero."""
