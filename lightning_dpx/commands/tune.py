@@ -132,17 +132,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
         ConfigurationError: an argument, or the config, has a value that is not allowed.
         PlanError: the rows of a batch are not known.
     """
-    check_config(args, others)
-    check_files(args)
-    check_settings(args)
-    if args.save is not None or args.measure:
-        check_devices(args)
-    # Before a model is made, as all that can be refused by its text.
-    if args.budget is not None and "%" in args.budget:
-        raise ConfigurationError(
-            f"--budget={args.budget!r} is not allowed: a share would be another budget for every batch size; give "
-            "bytes or a text such as '8GiB'."
-        )
+    _check(args, others)
     sizes = _numbers(args.batch_sizes)
     precisions = _precisions(args.precisions)
     with warnings.catch_warnings(), quiet_lightning():
@@ -162,16 +152,41 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     if best is None:
         print("dpx: No batch size meets the budget of every device.", file=sys.stderr)
     elif args.save is not None:
-        with written("save", args.save):
-            args.save.write_text(yaml.safe_dump(best.config, sort_keys=False), encoding="utf-8")
-        tell(f"dpx: batch_size={best.forecast.batch_size} is written to {args.save}; a batch of another size may want "
-             "another learning rate.")  # fmt: skip
+        _save(best, args.save)
     if args.report is not None:
         with written("report", args.report):
             _write_report(candidates, basis, args.report)
     if best is not None:
         return 0
     return DOES_NOT_FIT
+
+
+def _check(args: argparse.Namespace, others: Sequence[str]) -> None:
+    """Refuses, before a model is made, all that can be refused by its text.
+
+    Raises:
+        ConfigurationError: an argument, or the config, has a value that is not allowed.
+    """
+    check_config(args, others)
+    check_files(args)
+    check_settings(args)
+    if args.save is not None or args.measure:
+        check_devices(args)
+    if args.budget is not None and "%" in args.budget:
+        raise ConfigurationError(
+            f"--budget={args.budget!r} is not allowed: a share would be another budget for every batch size; give "
+            "bytes or a text such as '8GiB'."
+        )
+
+
+def _save(best: _Candidate, path: Path) -> None:
+    """Writes the config of a run with the best batch size."""
+    with written("save", path):
+        path.write_text(yaml.safe_dump(best.config, sort_keys=False), encoding="utf-8")
+    tell(
+        f"dpx: batch_size={best.forecast.batch_size} is written to {path}; a batch of another size may want another "
+        "learning rate."
+    )
 
 
 def _numbers(text: str | None) -> list[int]:

@@ -7,7 +7,7 @@ begins: that gives its time and its memory, and shows that all tensors come out 
 import statistics
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -446,43 +446,59 @@ class NotedCalls:
         calls = []
         for number in sorted(self._right):
             noted = self._noted[number]
-            parent = self._around(noted.parent)
-            again = []
-            small = 0
-            for size, numbers in noted.again.values():
-                holds = [self._hold_of[noted.first + at] for at in numbers if noted.first + at in self._hold_of]
-                # What is no value has no hold that tells when it goes: it is taken to stay as long
-                # as anything of the call.
-                if holds:
-                    again.append((size, max(ends[hold] for hold in holds)))
-                else:
-                    small += size
-            # By the id of their memory, so that what is given twice counts once.
-            saved: dict[int, int] = {}
-            beside: dict[int, Allocation] = {}
-            for allocation in noted.allocations:
-                if id(allocation) in storages:
-                    saved[id(allocation)] = storages[id(allocation)]
-                else:
-                    beside[id(allocation)] = allocation
+            again, small = self._made_again(noted, ends)
+            given, beside = _given_memory(noted, storages, end)
             calls.append(
                 SavedCall(
-                    noted.call.name,
-                    type(noted.call.module).__qualname__,
-                    self._places[parent],
-                    noted.begin,
-                    noted.end,
-                    noted.count,
-                    noted.seconds,
-                    noted.most,
-                    tuple(again),
-                    small,
-                    tuple(saved.values()),
-                    tuple((span.num_bytes, end if span.died is None else span.died) for span in beside.values()),
-                    noted.call.draws.num_bytes,
+                    name=noted.call.name,
+                    kind=type(noted.call.module).__qualname__,
+                    parent=self._places[self._around(noted.parent)],
+                    begin=noted.begin,
+                    end=noted.end,
+                    tensors=noted.count,
+                    seconds=noted.seconds,
+                    most=noted.most,
+                    again=again,
+                    small=small,
+                    given=given,
+                    given_beside=beside,
+                    state=noted.call.draws.num_bytes,
                 )
             )
         return tuple(calls)
+
+    def _made_again(self, noted: _Noted, ends: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
+        """What a replay of a call makes: bytes with the events at which they go, and bytes of which none is known."""
+        again = []
+        small = 0
+        for size, numbers in noted.again.values():
+            goes = [ends[self._hold_of[noted.first + at]] for at in numbers if noted.first + at in self._hold_of]
+            # What is no value has no hold that tells when it goes: it is taken to stay as long as
+            # anything of the call.
+            if goes:
+                again.append((size, max(goes)))
+            else:
+                small += size
+        return tuple(again), small
+
+
+def _given_memory(
+    noted: _Noted, storages: Mapping[int, int], end: int
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """What a call was given: numbers of storages, and of all others the bytes with the events at which they go."""
+    # By the id of their memory, so that what is given twice counts once.
+    saved: dict[int, int] = {}
+    beside: dict[int, tuple[int, int]] = {}
+    for allocation in noted.allocations:
+        key = id(allocation)
+        if key in storages:
+            saved[key] = storages[key]
+            continue
+        goes = end
+        if allocation.died is not None:
+            goes = allocation.died
+        beside[key] = (allocation.num_bytes, goes)
+    return tuple(saved.values()), tuple(beside.values())
 
 
 def _given_to(noted: _Noted) -> list[torch.Tensor] | None:
