@@ -777,6 +777,21 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     return views
 
 
+def is_layout_hook(hook: Any) -> bool:
+    """Whether ``parallelize_module`` has registered it: it brings what a module is given, or gives, to another layout.
+
+    What was given to ``distribute_module`` for that may do anything, unless it is torch's own.
+    """
+    home = getattr(hook, "__module__", "")
+    if home == "torch.distributed.tensor._api":
+        for cell in hook.__closure__ or ():
+            given = getattr(cell.cell_contents, "func", cell.cell_contents)
+            if callable(given) and not given.__module__.startswith("torch.distributed.tensor."):
+                return False
+        return True
+    return bool(home == "torch.distributed.tensor.parallel.style")
+
+
 def on_distributed_tensors(types: Any) -> bool:
     """Whether an operator takes tensors of which each process has a part (DTensor).
 
@@ -823,7 +838,7 @@ __all__ = [
     "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
     "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_parameters",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
-    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_offloaded",
+    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_layout_hook", "is_offloaded",
     "is_torch_function_mode_enabled",
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",

@@ -99,6 +99,14 @@ def part_of(tensor: Any) -> torch.Tensor | None:
     return parts[0].detach()
 
 
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this process has of a distributed tensor, once it has arrived; any other tensor as it is."""
+    if not on_distributed_tensors((type(tensor),)):
+        return tensor
+    part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return part
+
+
 def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, int], Any]) -> Origin | None:
     """Where ``part`` of a distributed tensor comes from; ``None`` if it cannot be told.
 

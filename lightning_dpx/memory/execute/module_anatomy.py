@@ -21,6 +21,7 @@ from lightning_dpx.python_objects.process_generators import GeneratorWatch
 from lightning_dpx.torch_compat import (
     forward_hooks_of,
     forward_pre_hooks_of,
+    is_layout_hook,
     parameters_of,
     submodules_of,
     version_counter,
@@ -188,6 +189,8 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if number == 0 and is_sharding_hook(hook):
                 continue  # its own parameters are there in its backward, and it is called without hooks
+            if number and is_layout_hook(hook):
+                continue  # it is called again with its module
             # A hook is an object of ours or one of its methods.
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
