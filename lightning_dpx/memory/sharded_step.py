@@ -37,12 +37,10 @@ class RankMemory(NamedTuple):
 
     Attributes:
         peak: At the most at once: activations, whole parameters, gradients, and what collectives read and write.
-        gathered: Whole parameters, at that moment.
         gradients: The rank's parts of gradients that the step has made by then; none if they were there before.
     """
 
     peak: int
-    gathered: int
     gradients: int
 
 
@@ -190,7 +188,7 @@ def _traced(module: nn.Module, run: Run, meter: FakeCosts, accumulates: bool) ->
     at = in_all.index(peak)
     gradients = curve[at] - trace.passing()[at]
     _forget_gradients(module)
-    return RankMemory(peak, trace.resized_bytes[at], gradients)
+    return RankMemory(peak, gradients)
 
 
 def _forget_gradients(module: nn.Module) -> None:

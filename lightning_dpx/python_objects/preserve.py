@@ -8,7 +8,7 @@ modules hold generators of their own, or reach for one in the file that defines 
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -26,7 +26,6 @@ from lightning_dpx.python_objects.reachable import reachable
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-Restore = Callable[[], None]
 
 
 class GeneratorStates:

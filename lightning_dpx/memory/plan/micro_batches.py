@@ -63,13 +63,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """What is done, and what else was looked at.
+    """What is done, and how long it takes.
 
     Attributes:
         candidate: The one that was chosen.
         plan: What each of its micro-batches follows.
         seconds: Of the step in micro-batches, with the plan.
-        considered: Seconds by number of micro-batches, of all that were planned; infinite where the budget is not met.
         least: Seconds that no plan goes below with any number of micro-batches.
         usual: Seconds of the step in one piece, if nothing is computed again.
     """
@@ -77,7 +76,6 @@ class MicroBatchChoice:
     candidate: Candidate
     plan: MemoryPlan
     seconds: float
-    considered: Mapping[int, float]
     least: float
     usual: float
 
@@ -276,7 +274,6 @@ def choose_micro_batches(
     least = min(candidate.least for candidate in candidates)
     # The one that needs no plan costs no search, and its time is one that others have to beat.
     order = sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.least, candidate.number))
-    considered = dict[int, float]()
     best: tuple[float, Candidate, MemoryPlan] | None = None
     refusals: list[BudgetError] = []
     searches = 0
@@ -291,25 +288,22 @@ def choose_micro_batches(
         # A refusal takes a search for the smallest peak, and there may be as many candidates as rows: after the first
         # one only the candidate that needs least is asked for its own, if there is a proof against the others.
         if refusals and candidate is not easiest and _is_hopeless(candidate):
-            considered[candidate.number] = float("inf")
             continue
         # What fits is planned without a search.
         searches += not candidate.fits
         try:
             found = plan(candidate)
         except BudgetError as error:
-            considered[candidate.number] = float("inf")
             refusals.append(error)
             continue
         seconds = candidate.seconds_with(found)
-        considered[candidate.number] = seconds
         # Of equally fast ones the fewer micro-batches.
         if best is None or (weight * seconds, candidate.number) < (best[0], best[1].number):
             best = (weight * seconds, candidate, found)
     if best is None:
         raise functools.reduce(_easier, refusals)
     _weighed, candidate, found = best
-    return MicroBatchChoice(candidate, found, considered[candidate.number], considered, least, candidates[0].seconds)
+    return MicroBatchChoice(candidate, found, candidate.seconds_with(found), least, candidates[0].seconds)
 
 
 def _is_hopeless(candidate: Candidate) -> bool:

@@ -52,11 +52,6 @@ class AutogradLog:
     def _note_used(self, event: int) -> None:
         self._used[event] = self._trace.mark()
 
-    @property
-    def num_saved(self) -> int:
-        """How many things autograd has got."""
-        return len(self._saved)
-
     def requests(self, end: int) -> tuple[list[Request], list[tuple[int, int]]]:
         """What autograd has asked for in a step of ``end`` events; and what it has saved, if that was not once each."""
         times = Counter(index for _, index in self.asks)
