@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan import agreement, keep_freed_memory, loss_of_output
 from lightning_dpx.bench.staged import STAGED_MODELS
+from lightning_dpx.bench.turns import rotated
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, Profile, apply_plan, plan_in_micro_batches, plan_profile, profile_step
 from lightning_dpx.pictures import new_figure, save_figure
@@ -251,9 +252,7 @@ def compare_micro_batches(
                 entries += model.entries(share)
             for turn in range(rounds):
                 progress(f"{name}: round {turn + 1} of {rounds}")
-                # Every round begins with another entry, so that none always follows the same one.
-                start = turn % len(entries)
-                for entry in entries[start:] + entries[:start]:
+                for entry in rotated(entries, turn):
                     entry.step.time()
             results += [_result(model, entry) for entry in entries]
     finally:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.bench.plan_peers import PEERS, compiled_models, compiled_regions, require_compiler
 from lightning_dpx.bench.staged import STAGED_MODELS, Runner, Staged, run_plainly
+from lightning_dpx.bench.turns import rotated
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, apply_plan, plan_profile, profile_step
 from lightning_dpx.pictures import new_figure, save_figure
@@ -233,7 +234,7 @@ def _compare(
     agreements = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
     for turn in range(rounds):
         progress(f"{name}: round {turn + 1} of {rounds}")
-        for contestant in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
+        for contestant in rotated(contestants, turn):
             contestant.seconds.append(contestant.step(x))
     results = []
     for contestant in contestants:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.bench.child import Child
+from lightning_dpx.bench.turns import rotated
 from lightning_dpx.devices import distinct_devices, has_nccl, is_host, present_devices, synchronize
 from lightning_dpx.errors import BenchError
 from lightning_dpx.pictures import new_figure, save_figure
@@ -187,7 +188,7 @@ def _compare(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in rotated(names, turn):
             time.sleep(SETTLE_SECONDS)
             seconds[name].append(contestants[name]())
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up

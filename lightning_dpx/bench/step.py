@@ -17,6 +17,7 @@ from typing import Any
 from lightning_dpx.bench.child import Child
 from lightning_dpx.bench.job import MODES
 from lightning_dpx.bench.models import MODELS
+from lightning_dpx.bench.turns import rotated
 from lightning_dpx.errors import BenchError
 from lightning_dpx.units import MIB
 
@@ -131,8 +132,7 @@ def compare_steps(
                 jobs[-1].wait_for_first_step()
             for turn in range(rounds):
                 progress(f"{model}: round {turn + 1} of {rounds}")
-                # Every round begins with another job, so that none always follows the same one.
-                for job in jobs[turn % len(jobs) :] + jobs[: turn % len(jobs)]:
+                for job in rotated(jobs, turn):
                     job.run_chunk()
             results += [job.result() for job in jobs]
         finally:

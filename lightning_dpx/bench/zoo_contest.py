@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dpx.bench.allocations import peak_of_passing
+from lightning_dpx.bench.turns import rotated
 from lightning_dpx.bench.zoo import ZOO, Animal
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, apply_plan, search_plan
@@ -183,8 +184,7 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
     progress(f"{name}: {rounds} turns")
     runners = [runner for runner in (plain, own, ours) if runner is not None]
     for turn in range(rounds):
-        # Every turn begins with another one, so that none always comes after the same neighbor.
-        for runner in (*runners[turn % len(runners) :], *runners[: turn % len(runners)]):
+        for runner in rotated(runners, turn):
             runner.step()
     step_seconds = statistics.median(plain.seconds)
     return ZooContest(
