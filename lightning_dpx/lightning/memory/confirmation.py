@@ -4,6 +4,8 @@ Before the first batch, where plans were made without one. Later at the start of
 begin to keep copies, and after 1, 2, 4, 8, ... steps: an allocator takes its time to answer.
 """
 
+from lightning_dpx.powers import is_power_of_two
+
 
 class Confirmation:
     """Counts the steps that follow a plan.
@@ -35,7 +37,7 @@ class Confirmation:
         self._num_steps += 1
         self.is_first = self._was_before_batches
         self._was_before_batches = False
-        is_power = self._num_steps & (self._num_steps - 1) == 0
+        is_power = is_power_of_two(self._num_steps)
         # The plan of the first step was made a moment ago.
         is_due = self._is_asked or (is_power and self._num_steps > 1)
         self._is_asked = False

@@ -6,6 +6,7 @@ import torch
 
 from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
+from lightning_dpx.powers import is_power_of_two
 from lightning_dpx.units import format_mib
 
 Forecast = Callable[[torch.device], tuple[int, int]]
@@ -70,7 +71,7 @@ class PeakCheck:
         """An optimizer has stepped: tells where more was there at a time than a budget allows, whatever it was."""
         self._num_updates += 1
         # After 1, 2, 4, 8, ... of them, as an allocator takes its time to answer.
-        if self._num_updates & (self._num_updates - 1) == 0:
+        if is_power_of_two(self._num_updates):
             self._look()
 
     def _look(self) -> None:

@@ -6,6 +6,7 @@ optimization, never has: to profile all of them would make every step many times
 
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.profiling import NoLossError
+from lightning_dpx.powers import is_power_of_two
 
 _MOST_PROFILES = 8  # in a row, of every step; later ones are of steps 16, 32, 64, ...
 
@@ -24,7 +25,7 @@ class StepsWithoutLoss:
     @property
     def skips_profile(self) -> bool:
         """Whether so many had none that this step is not profiled."""
-        return self._profiled >= _MOST_PROFILES and self._steps & (self._steps - 1) > 0
+        return self._profiled >= _MOST_PROFILES and not is_power_of_two(self._steps)
 
     def note_none(self, error: NoLossError) -> None:
         """A profiled step returned no loss, or ran no backward."""

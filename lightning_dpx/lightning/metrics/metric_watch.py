@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
+from lightning_dpx.powers import is_power_of_two
 
 
 class MetricWatch:
@@ -37,7 +38,7 @@ class MetricWatch:
             modules: The submodules of the module, a list that stays the same while they do.
         """
         self._num_batches += 1
-        is_due = self._num_batches & (self._num_batches - 1) == 0
+        is_due = is_power_of_two(self._num_batches)
         if not (is_due or self._hooks_ran or self._had_new):
             return []
         new = metrics.find_new(modules)

@@ -7,6 +7,8 @@ batches lie between two looks, so they cost nothing in the long run.
 
 from collections.abc import Sequence
 
+from lightning_dpx.powers import is_power_of_two
+
 _PARTS = (0.5, 0.0, 1.0, 0.25, 0.75)  # of the rows that are not taken, how many lie in front of those that are
 # What else a step does, the first rehearsal judges: it runs a second step, which a look at some rows does not.
 _TOLD = ("loss", "gradient", "new weight", "logged value", "output", "kept value")
@@ -33,7 +35,7 @@ class SpotChecks:
         # The first batch was rehearsed, which counts it.
         number = self._batches.get(key, 1) + 1
         self._batches[key] = number
-        return number & (number - 1) == 0
+        return is_power_of_two(number)
 
     def part(self, key: Key) -> float:
         """Which rows are taken: of the others, the part in front of them, in [0, 1]."""

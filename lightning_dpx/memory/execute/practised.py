@@ -19,6 +19,7 @@ from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisat
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.twins import Twins
 from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.powers import is_power_of_two
 from lightning_dpx.torch_compat import (
     current_graph_task_id,
 )
@@ -51,7 +52,7 @@ class _Patience:
         """Whether the forward that begins is to be followed."""
         self._num_forwards += 1
         # What is kept outside of the stretches may have grown without a sign of it.
-        is_due = self._num_forwards >= _LOOKED_AT_AGAIN and _is_power_of_two(self._num_forwards)
+        is_due = self._num_forwards >= _LOOKED_AT_AGAIN and is_power_of_two(self._num_forwards)
         if self._follows_growth and is_due:
             self._left = max(self._left, 1)
         return self._left > 0
@@ -287,7 +288,3 @@ class _Enter(Passive):
     def __call__(self, _module: nn.Module, _args: Any) -> None:
         if self._values is not None:
             self._values.enter(self._path)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
