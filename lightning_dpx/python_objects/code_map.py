@@ -292,12 +292,13 @@ def names_in(code: types.CodeType) -> dict[str, None]:
     """The names of globals and attributes in ``code`` and in what is defined there, in alphabetical order."""
     known = _KNOWN_NAMES.get(id(code))
     if known is None:
-        known = _KNOWN_NAMES[id(code)] = code, dict.fromkeys(sorted(_names(code)))
+        known = _KNOWN_NAMES[id(code)] = code, dict.fromkeys(sorted(raw_names(code)))
     return known[1]
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def raw_names(code: types.CodeType) -> Iterator[str]:
+    """The same in no order, some of them more than once; nothing is kept of ``code``."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from raw_names(constant)

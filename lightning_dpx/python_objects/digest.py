@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_dpx.python_objects.code_map import raw_names
 from lightning_dpx.python_objects.object_graph import content_of, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -205,7 +206,7 @@ class Digest:
     def _globals_of(self, function: types.FunctionType) -> list[Any]:
         """What its code names in its file, and in others of the user's files."""
         found: list[Any] = []
-        names = sorted(set(_names(function.__code__)))
+        names = sorted(set(raw_names(function.__code__)))
         for name in names:
             if name not in function.__globals__:
                 continue
@@ -274,10 +275,3 @@ def _is_of_the_run(value: Any) -> bool:
 
 def _version_of(name: str) -> str:
     return str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", ""))
-
-
-def _names(code: types.CodeType) -> Iterable[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
