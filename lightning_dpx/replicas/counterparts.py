@@ -17,7 +17,7 @@ from lightning_dpx.replicas.array_slices import copied_to
 from lightning_dpx.replicas.mirrors import Mirrors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import SHARED_TYPES, like_parameter, prepare_memo
+from lightning_dpx.replicas.replicate import is_shared, like_parameter, prepare_memo
 
 _FEW = 2**16  # elements of a tensor that is copied to other replicas whether they use it or not
 
@@ -50,7 +50,7 @@ class Counterparts:
 
     def is_boundary(self, value: Any) -> bool:
         """Whether ``value`` is shared whatever it holds, and is not looked into."""
-        return id(value) in self._kept or isinstance(value, SHARED_TYPES)
+        return is_shared(value, self._kept)
 
     def there(self, replica: Replica, value: Any, *, lazily: bool) -> Any:
         """``value`` of the root for ``replica``."""

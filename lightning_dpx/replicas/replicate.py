@@ -57,7 +57,7 @@ from lightning_dpx.torch_compat import (
 
 # One object serves all replicas, whatever it holds: data, what acts on the parameters once a step, and what compiles:
 # code that was compiled for one replica is found by the others only where it is the same object.
-SHARED_TYPES: tuple[type, ...] = (
+_SHARED_TYPES: tuple[type, ...] = (
     Dataset,
     DataLoader,
     Optimizer,
@@ -284,7 +284,7 @@ class ModuleCopy:
         return made
 
     def _is_boundary(self, value: Any) -> bool:
-        return id(value) in self._kept or isinstance(value, SHARED_TYPES)
+        return is_shared(value, self._kept)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         device = self._device
@@ -331,6 +331,16 @@ def _blamed(path: str, is_all: bool, error: Exception) -> str:
         f"attribute {path!r} fails with {describe_error(error)}. Remove the attribute before fit, or create it lazily "
         "inside the step."
     )
+
+
+def is_shared(value: Any, kept: Collection[int]) -> bool:
+    """Whether one object serves all replicas whatever it holds, so that nothing looks into it.
+
+    Args:
+        value: What is asked about.
+        kept: The ids of objects that are shared on request.
+    """
+    return id(value) in kept or isinstance(value, _SHARED_TYPES)
 
 
 def modules_without(module: nn.Module, kept: Collection[int]) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE, slot_c
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.origin import package_of
 from lightning_dpx.replicas.mirrors import has_attributes
-from lightning_dpx.replicas.replicate import SHARED_TYPES, modules_without
+from lightning_dpx.replicas.replicate import is_shared, modules_without
 
 _OWN_PACKAGE = package_of(__name__)
 
@@ -47,7 +47,7 @@ class StateFingerprint:
     def _is_boundary(self, value: Any) -> bool:
         # What this package puts in a module for the time of a run leads to its own books.
         is_ours = package_of(type(value).__module__) == _OWN_PACKAGE
-        return is_ours or id(value) in self._kept or isinstance(value, SHARED_TYPES)
+        return is_ours or is_shared(value, self._kept)
 
     def compare(self) -> tuple[bool, bool]:
         """Whether something that was there has other contents now, and whether there is something new."""
