@@ -229,7 +229,7 @@ class Replay:
             self._take(outcome, OutputKey("saved", number), base_of(tensor))
             number += 1
 
-        with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, _never_unpacked):
+        with call.surroundings(), torch.autograd.graph.saved_tensors_hooks(catch, never_unpacked):
             args, kwargs = call.arguments.with_tensors(tensors)
             for number_returned, leaf in enumerate(tree_leaves(code_of(call.module)(*args, **kwargs))):
                 if isinstance(leaf, torch.Tensor):
@@ -268,7 +268,8 @@ def returned_by(node: Any, output: int) -> tuple[Call, OutputKey] | None:
     return found
 
 
-def _never_unpacked(_packed: Any) -> NoReturn:
+def never_unpacked(_packed: Any) -> NoReturn:
+    """What unpacks saved tensors of a call that is made again: it only shows them, and nothing asks for them."""
     raise RuntimeError("no backward runs through a call that was made again")
 
 

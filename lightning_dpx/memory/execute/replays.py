@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.calls import Call, repeating
+from lightning_dpx.memory.execute.calls import Call, never_unpacked, repeating
 from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
 from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
 from lightning_dpx.memory.execute.module_calls import compiled_parts
@@ -201,7 +201,7 @@ class Replay:
             if stops and len(found) == count:
                 raise _EnoughError
 
-        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(self._wrap(catch), _never_unpacked):
+        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(self._wrap(catch), never_unpacked):
             args, kwargs = call.arguments.with_tensors([tensor for tensor, _ in self._given])
             try:
                 output = code_of(call.module)(*args, **kwargs)
@@ -251,10 +251,6 @@ def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
 
 def _as_it_is(hook: Any) -> Any:
     return hook
-
-
-def _never_unpacked(_packed: Any) -> torch.Tensor:
-    raise RuntimeError("no backward runs through a call that was made again")
 
 
 class _Step:
