@@ -66,24 +66,43 @@ def profile_absent(
                 accumulates=accumulates,
             )
 
+    def on_rows(why: str) -> Profile:
+        rows, cut = few()
+        # Without their number, to be said once for the slices of all devices.
+        warnings.warn(
+            f"Fake tensors cannot run this step of {type(module).__name__} ({why}): a real one runs on few rows of the "
+            "batch, and what it takes is scaled to all of its rows.",
+            stacklevel=6,
+        )
+        return _on_few_rows(module, target, step, rows, cut, accumulates)
+
+    return on_fakes_or_rows(on_fakes, on_rows, module, batch)
+
+
+def on_fakes_or_rows(on_fakes: Callable[[bool], _T], on_rows: Callable[[str], _T], module: nn.Module, batch: Any) -> _T:
+    """What a step gives on fake tensors; where those cannot run it, what it gives on a part of the real rows.
+
+    Args:
+        on_fakes: Runs the step on fakes, as :func:`with_or_without_numbers` asks for it.
+        on_rows: Runs it on real rows, and warns of it; gets the reason why fakes cannot.
+        module: What the step is of.
+        batch: Its input.
+
+    Raises:
+        PlanError: fakes cannot run the step, and there are no numbers to run it on.
+    """
     try:
         return with_or_without_numbers(on_fakes)
-    except DPXError:
+    except DPXError:  # about the step itself
         raise
     except NO_ANSWER as error:
         why = reason_of(error)
-        require_numbers(module, batch, error)
-    rows, cut = few()
-    # Without their number, to be said once for the slices of all devices.
-    warnings.warn(
-        f"Fake tensors cannot run this step of {type(module).__name__} ({why}): a real one runs on few rows of the "
-        "batch, and what it takes is scaled to all of its rows.",
-        stacklevel=4,
-    )
-    return _on_few_rows(module, target, step, rows, cut, accumulates)
+        _require_numbers(module, batch, error)
+    # Outside of the handler: there the error would hold what the fakes' step has made.
+    return on_rows(why)
 
 
-def require_numbers(module: nn.Module, batch: Any, error: Exception) -> None:
+def _require_numbers(module: nn.Module, batch: Any, error: Exception) -> None:
     """Whether a real step can be run where fakes cannot run it.
 
     Args:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.errors import DPXError
-from lightning_dpx.memory.profile.abstract import Cut, device_of_step, on_two_sizes, reason_of, require_numbers
-from lightning_dpx.memory.profile.fake import NO_ANSWER, RooflineCosts, faked, with_or_without_numbers
+from lightning_dpx.memory.profile.abstract import Cut, device_of_step, on_fakes_or_rows, on_two_sizes
+from lightning_dpx.memory.profile.fake import RooflineCosts, faked
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.profile.roofline import Rates
 
@@ -65,29 +64,25 @@ def step_seconds(
         with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, meter):
             return _watched(module, step(inputs), meter, rates)
 
-    try:
-        return with_or_without_numbers(on_fakes)
-    except DPXError:  # about the step itself
-        raise
-    except NO_ANSWER as error:
-        why = reason_of(error)
-        require_numbers(module, batch, error)
-    rows, cut = few()
+    def on_rows(why: str) -> StepSeconds:
+        rows, cut = few()
 
-    def on_real(count: int) -> StepSeconds:
-        given = cut(count)
-        meter = RooflineCosts(device_of_step(module, given), target)
-        return _watched(module, step(given), meter, rates)
+        def on(count: int) -> StepSeconds:
+            given = cut(count)
+            meter = RooflineCosts(device_of_step(module, given), target)
+            return _watched(module, step(given), meter, rates)
 
-    warnings.warn(
-        f"Fake tensors cannot run this step of {type(module).__name__} ({why}): its time is that of the operators of a "
-        f"real one on few of its {rows} rows, scaled.",
-        stacklevel=4,
-    )
-    parts = on_two_sizes(on_real, rows)
-    if parts is None:
-        return on_real(rows)
-    return _on_line(parts, rows)
+        warnings.warn(
+            f"Fake tensors cannot run this step of {type(module).__name__} ({why}): its time is that of the operators "
+            f"of a real one on few of its {rows} rows, scaled.",
+            stacklevel=6,
+        )
+        parts = on_two_sizes(on, rows)
+        if parts is None:
+            return on(rows)
+        return _on_line(parts, rows)
+
+    return on_fakes_or_rows(on_fakes, on_rows, module, batch)
 
 
 def _on_line(parts: tuple[tuple[int, StepSeconds], tuple[int, StepSeconds]], rows: int) -> StepSeconds:
