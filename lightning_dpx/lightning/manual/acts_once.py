@@ -16,6 +16,7 @@ from weakref import WeakSet
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dpx.lightning.lightning_api import LightningOptimizer
 from lightning_dpx.python_objects.object_graph import ATOMS
 from lightning_dpx.replicas import current_rank
 
@@ -66,6 +67,13 @@ def plain_attribute(owner: Any, name: str) -> Any:
     # The attribute of the object itself, even where a replica's code asks.
     with viewed(None):
         return getattr(owner, name)
+
+
+def unwrapped_optimizer(owner: Any) -> Any:
+    """The optimizer in Lightning's wrapper of it; anything else as it is."""
+    if isinstance(owner, LightningOptimizer):
+        return plain_attribute(owner, "_optimizer")
+    return owner
 
 
 def held_optimizers(module: Module) -> list[Any]:

@@ -20,14 +20,13 @@ from lightning_dpx.errors import WholeBatchError
 from lightning_dpx.lightning.lightning_api import (
     Callback,
     LightningModule,
-    LightningOptimizer,
     MixedPrecision,
     Precision,
     Strategy,
     is_overridden,
 )
 from lightning_dpx.lightning.lightning_compat import lightning_optimizers_of
-from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, plain_attribute, viewed
+from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, unwrapped_optimizer, viewed
 from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
 from lightning_dpx.lightning.manual.closures import ClosureRounds, Command, RunClosure, StepDone
 from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers_checked
@@ -257,7 +256,7 @@ class ManualOptimization:
 
     def number_of(self, owner: Any) -> int | None:
         """The place of an optimizer or a scheduler among its kind; ``None`` if it is alone, or was not known."""
-        return self._numbers.get(id(_unwrapped(owner)))
+        return self._numbers.get(id(unwrapped_optimizer(owner)))
 
     def before_backward(self, losses: Sequence[Any]) -> Tensor | None:
         """Calls the hooks with the loss of the whole batch; the factor by which they scaled it, if they did."""
@@ -459,17 +458,10 @@ def _names_of(replicas: ReplicaSet) -> list[str]:
     return [name for name, _ in replicas.root.module.named_parameters()]
 
 
-def _unwrapped(owner: Any) -> Any:
-    """The optimizer in Lightning's wrapper of it."""
-    if isinstance(owner, LightningOptimizer):
-        return plain_attribute(owner, "_optimizer")
-    return owner
-
-
 def _numbered(owners: Sequence[Any]) -> dict[int, int]:
     """By id, the places of optimizers and of schedulers among their kind, where there are several."""
     # An optimizer and Lightning's wrapper of it are one.
-    distinct = list({id(one): one for one in map(_unwrapped, owners)}.values())
+    distinct = list({id(one): one for one in map(unwrapped_optimizer, owners)}.values())
     optimizers = [one for one in distinct if isinstance(one, Optimizer)]
     schedulers = [one for one in distinct if not isinstance(one, Optimizer | torch.amp.GradScaler)]
     numbers: dict[int, int] = {}

@@ -16,7 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dpx.errors import UnsupportedError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import LightningOptimizer
-from lightning_dpx.lightning.manual.acts_once import acts_once, current_view, plain_attribute, viewed
+from lightning_dpx.lightning.manual.acts_once import (
+    acts_once,
+    current_view,
+    plain_attribute,
+    unwrapped_optimizer,
+    viewed,
+)
 from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.torch_compat import tree_map_only
 
@@ -246,7 +252,7 @@ class ReplicaView:
     def _groups_of(self, owner: Any) -> "_Groups":
         # Lightning's wrapper and its optimizer must show the same dicts, whichever of them
         # the step asks.
-        real = plain_attribute(owner, "_optimizer") if isinstance(owner, LightningOptimizer) else owner
+        real = unwrapped_optimizer(owner)
         if id(real) not in self._groups:
             self._groups[id(real)] = _Groups(real, self._mirror, self.replica.device, is_first=self.is_first)
         return self._groups[id(real)]

@@ -29,6 +29,7 @@ from lightning_dpx.lightning.lightning_compat import (
     trainer_of,
     wrap_optimizer,
 )
+from lightning_dpx.lightning.manual.acts_once import unwrapped_optimizer
 from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics, put_back, states_of
 from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
@@ -337,7 +338,7 @@ def with_copied_optimizers(
     # One optimizer is often held twice, and as Lightning's wrapper and as itself: it must stay one.
     distinct: dict[int, Any] = {}
     for one in (*configured, *held):
-        unwrapped = _unwrapped(one)
+        unwrapped = unwrapped_optimizer(one)
         distinct.setdefault(id(unwrapped), unwrapped)
     real = list(distinct.values())
     optimizers = [one for one in real if isinstance(one, Optimizer)]
@@ -345,11 +346,11 @@ def with_copied_optimizers(
     # All in one call: they share a memo, so that a scheduler finds the copy of its own optimizer.
     copies, others = copy_optimizers(optimizers, [*configs, *schedulers], pairs)
     counterparts = dict(zip(map(id, [*optimizers, *schedulers]), [*copies, *others[len(configs) :]], strict=True))
-    chosen = [counterparts[id(_unwrapped(one))] for one in configured]
+    chosen = [counterparts[id(unwrapped_optimizer(one))] for one in configured]
     wrapped = [wrap_optimizer(one, strategy) for one in chosen]
     for one in held:
         if isinstance(one, LightningOptimizer):
-            counterparts[id(one)] = wrap_optimizer(counterparts[id(_unwrapped(one))], strategy)
+            counterparts[id(one)] = wrap_optimizer(counterparts[id(unwrapped_optimizer(one))], strategy)
     for child in children:
         _exchange(vars(child), counterparts)
     # A scaler in the wrapped plugin changes its scale in every step.
@@ -376,12 +377,6 @@ def _stepped_among(value: Any) -> list[Any]:
     elif type(value) is dict:
         items = value.values()
     return [item for item in items if isinstance(item, Optimizer | LRScheduler)]
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    if isinstance(optimizer, LightningOptimizer):
-        return optimizer.optimizer
-    return optimizer
 
 
 def _exchange(attributes: dict[str, Any], counterparts: Mapping[int, Any]) -> None:
