@@ -11,7 +11,6 @@ for every object that can be written to, what it holds.
 import operator
 import types
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import nn
 from lightning_dpx.python_objects.object_contents import NUMBERS, Entry, as_dict, attributes_of
 from lightning_dpx.python_objects.object_walk import MOST_OBJECTS, ObjectWalk, WalkOptions
 from lightning_dpx.python_objects.preserve import put_back, same_state
+from lightning_dpx.python_objects.same_values import SameValues
 
 
 class ObjectState:
@@ -144,18 +144,11 @@ class _SameAttributes:
         """Notes the attributes as they are now."""
         # A lazy module becomes one of another class in its first call, and keeps its dict.
         self._kinds = list(map(type, self._modules))
-        self._dicts = list(map(vars, self._modules))
-        self._values = self._held()
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._attributes = SameValues(list(map(vars, self._modules)))
 
     def are_same(self) -> bool:
         """Whether no attribute was set since they were noted."""
-        values = self._held()
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            return False
-        return list(map(type, self._modules)) == self._kinds
+        return self._attributes.are_same() and list(map(type, self._modules)) == self._kinds
 
 
 def _name_of(entry: Entry, old: tuple[Any, ...], new: tuple[Any, ...]) -> str:

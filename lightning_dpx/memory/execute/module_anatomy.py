@@ -6,8 +6,7 @@ many. What cannot be seen through, such as a hook of others or an iterator, is a
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
-from operator import is_
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lightning_dpx.memory.execute.unit_casts import is_cast
 from lightning_dpx.python_objects.object_graph import CopiedEmpty
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.process_generators import GeneratorWatch
+from lightning_dpx.python_objects.same_values import SameValues
 from lightning_dpx.torch_compat import (
     forward_hooks_of,
     forward_pre_hooks_of,
@@ -71,11 +71,11 @@ class Anatomy:
 
     def is_same(self) -> bool:
         """Whether it consists of the same still."""
-        return self._inside.is_same()
+        return self._inside.are_same()
 
     def has_same_hooks(self) -> bool:
         """Whether no hooks came since, or went."""
-        return self._hooks.is_same()
+        return self._hooks.are_same()
 
     @property
     def device(self) -> torch.device | None:
@@ -115,27 +115,18 @@ def _set_training(parts: Sequence[nn.Module], training: Sequence[bool]) -> None:
         part.training = trains
 
 
-class _Watched:
+class _Watched(SameValues):
     """What some dicts held when they were first looked at."""
 
     def __init__(self, dicts: list[dict[Any, Any]]) -> None:
-        self._dicts = dicts
-        self._found = self._held()
+        super().__init__(dicts)
         self._keys = list(map(tuple, dicts))
-
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
-
-    def is_same(self) -> bool:
-        # Every call asks, for all its parts: ``map`` compares them without a loop in Python.
-        held = self._held()
-        return len(held) == len(self._found) and all(map(is_, held, self._found))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """The dicts hold in here what they held then."""
         now = [dict(each) for each in self._dicts]
-        found = iter(self._found)
+        found = iter(self.values)
         try:
             for each, keys in zip(self._dicts, self._keys, strict=True):
                 each.clear()
