@@ -117,7 +117,7 @@ def run_on_example(module: nn.Module, example: Any, device: torch.device) -> Run
         inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
         # A part may have been frozen in evaluation mode.
         with preserve_modes(module.modules()):
-            module.eval()  # batch normalisation refuses to train on an example of one row
+            module.eval()  # batch normalization refuses to train on an example of one row
             if isinstance(inputs, dict):
                 return module(**inputs)
             # As Lightning hands an example on: a dict by keyword, a list or a tuple by position.

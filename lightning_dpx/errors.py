@@ -197,7 +197,7 @@ class PlanError(DPXError, ValueError):
 
 
 class BudgetError(PlanError, torch.OutOfMemoryError):
-    """No plan meets the budget. What retries with fewer rows when memory runs out (BatchSizeFinder) recognises it.
+    """No plan meets the budget. What retries with fewer rows when memory runs out (BatchSizeFinder) recognizes it.
 
     Attributes:
         message: What it says.

@@ -58,7 +58,7 @@ class GradientSums:
         processes: Averages the owners' gradients over several processes, where there are several.
 
     Attributes:
-        processes: Likewise.
+        processes: As given.
         has_other_owners: Whether replicas beside the first own parameters.
         overlapped: Sends buckets while backward still runs; ``None`` where nothing travels, or not so early.
         memory_of_first: Addresses of parameters that only the first replica may own, as an optimizer writes their
@@ -85,7 +85,7 @@ class GradientSums:
         self.follow_replicas()
 
     def follow_replicas(self) -> None:
-        """The replicas, or the reducer, are others than before: owners and buckets are chosen anew."""
+        """Chooses owners and buckets again, after the replicas or the reducer changed."""
         parameters = [replica.parameters for replica in self._replicas.primaries]
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         owners = list(self._reducer.owners([parameter.numel() for parameter in parameters[0]]))
@@ -172,7 +172,7 @@ class GradientSums:
         return totals
 
     def forget(self) -> None:
-        """After everything has been reduced, or after an error: nothing has travelled."""
+        """Resets the record of buckets that were reduced during backward: all have been, or there was an error."""
         if self.overlapped is not None:
             self.overlapped.forget()
 
@@ -215,16 +215,21 @@ class GradientSums:
         return known
 
     def _reduce_early(self, indices: list[int]) -> None:
-        """While backward runs. One that was abandoned meanwhile leaves the gradients alone, they may be of another."""
+        """Sums a bucket while backward runs.
+
+        If that backward was abandoned meanwhile, gradients are left alone: they may belong to another one.
+        """
         bucket = self._bucket(indices)
         totals = self._totals(bucket)
         if self.overlapped is not None and self.overlapped.is_during_backward:
             self._place_totals(bucket, totals)
 
     def _totals(self, bucket: _Bucket) -> list[torch.Tensor | None]:
+        """The sums of the gradients that the bucket's parameters have now, each where its owner's copy lives."""
         return self._sums(bucket, [[parameter.grad for parameter in column] for column in bucket.columns])
 
     def _place_totals(self, bucket: _Bucket, totals: Sequence[torch.Tensor | None]) -> None:
+        """Makes the sums the gradients of the owners' copies, and drops those of all others."""
         # First the replicas', then the owners', whose copies are among those of the replicas.
         for column in bucket.columns:
             for parameter in column:

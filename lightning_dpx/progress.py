@@ -145,7 +145,7 @@ def at(stage: str, done: int = 0, of: int = 0) -> None:
 
 
 def _line_to_write() -> Line | None:
-    """Where people look who wait; ``None`` where nobody does."""
+    """Where a person who waits would look; ``None`` without a terminal or a notebook."""
     if _is_terminal(sys.stderr):
         return TerminalLine(sys.stderr)
     # Not imported for this: in a notebook it is there.

@@ -195,7 +195,7 @@ class TrainingStep:
             call: A replica's step.
             expected: What the merged loss's gradient will be.
             zeroed: See :meth:`EarlyBackward.put_aside`.
-            shown: Likewise.
+            shown: See :meth:`EarlyBackward.put_aside`.
             last: See :meth:`backward`.
         """
         replicas = self._replicas
@@ -359,7 +359,7 @@ class TrainingStep:
         return self.sums.processes is not None
 
     def backward(self, *, last: bool = True) -> None:
-        """Each replica's own backward, with the gradient that the merged loss got. Does nothing without a forward.
+        """Runs each replica's backward from the gradient that the merged loss received. A no-op without a forward.
 
         Args:
             last: A :meth:`reduce` follows, so gradients may travel already; otherwise they accumulate.
@@ -456,7 +456,7 @@ class TrainingStep:
         return [[leaf.grad for leaf in waiting.leaves] for waiting in self._pending]
 
     def take_gradients(self, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """The same, for a forward that was repeated."""
+        """Gives the leaves of a repeated forward the gradients that :meth:`pending_gradients` returned."""
         for waiting, given in zip(self._pending, gradients, strict=True):
             for leaf, gradient in zip(waiting.leaves, given, strict=True):
                 leaf.grad = gradient
@@ -491,7 +491,7 @@ class TrainingStep:
         self.reduce()
 
     def discard(self) -> None:
-        """After an error: forgets the forward and all gradients; those of some replicas are none of the batch."""
+        """After an error: drops the forward and all gradients, since some replicas have added theirs and others not."""
         self._early = None
         self._unreduced = False
         self._rows = 0.0

@@ -423,7 +423,7 @@ def _opened(batch: Any, paths: Iterable[Path]) -> dict[Path, Any]:
 
 
 def _written_object(given: _Given) -> str | None:
-    """Which object that a slicer cut was written; whose it would be in the whole object, only its library knows."""
+    """Names the written object that a slicer cut; only its library knows how to write it to the whole one."""
     for path, before in given.objects.items():
         after = list(_contents(given.others[path].value))
         if len(after) != len(before) or any(not _is_same(*pair) for pair in zip(before, after, strict=True)):

@@ -31,7 +31,7 @@ class EvaluationFlow:
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             args: What Lightning calls it with: the batch, and perhaps indices of the batch and the loader.
-            kwargs: Likewise.
+            kwargs: The arguments that it gives by name.
         """
         session = self._session
         session.before_evaluation_batch()

@@ -415,11 +415,11 @@ class HookedStrategy(ParallelStrategy):
 
     # All evaluations begin alike: they read what training has left.
     def on_test_start(self) -> None:
-        """Likewise."""
+        """A test run begins."""
         self.on_validation_start()
 
     def on_predict_start(self) -> None:
-        """Likewise."""
+        """A prediction run begins."""
         self.on_validation_start()
 
     def before_evaluation_batch(self) -> None:

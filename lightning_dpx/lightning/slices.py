@@ -58,7 +58,7 @@ class Slices:
         return [replace(batch_slice, weight=float(weigh(batch_slice.batch))) for batch_slice in slices]
 
     def _cut(self, name: str, batch: Any) -> list[BatchSlice] | None:
-        """``None``, and announced once, where the batch must go whole."""
+        """The slices, or ``None`` if the batch must stay whole, which is announced once."""
         session = self._session
         replicas = session.replicas
         whole_batches = session.whole_batches

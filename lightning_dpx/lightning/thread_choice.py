@@ -60,7 +60,7 @@ class ThreadChoice:
         Args:
             batch_slice: The whole batch.
             args: What Lightning calls the step with.
-            kwargs: Likewise.
+            kwargs: The arguments that it gives by name.
         """
         self.is_open = False
         session = self._session

@@ -68,7 +68,7 @@ class TrainingFlow:
 
         Args:
             args: What Lightning calls the step with: the batch, and perhaps its index.
-            kwargs: Likewise.
+            kwargs: The arguments that it gives by name.
         """
         session = self._session
         # The backward comes later, from the precision plugin, and must know which way
@@ -122,7 +122,7 @@ class TrainingFlow:
         return slices
 
     def _follow_optimization(self) -> None:
-        """A hook may have had the step optimize by hand, or no longer: then it is another one than was checked."""
+        """Rechecks the step if a hook switched between automatic and manual optimization."""
         session = self._session
         by_hand = not session.module.automatic_optimization
         if by_hand == self._was_by_hand:
@@ -275,8 +275,9 @@ class TrainingFlow:
         return None
 
     def _discard(self, error: BaseException) -> None:
-        """After an error in the step: of its gradients none stay; those of earlier batches do, as on one device."""
-        # Some replicas have added theirs.
+        """Drops the failed step's gradients; those of earlier batches stay where they can be told apart."""
+        # Where some replicas have added theirs, no gradient is that of earlier batches alone; else all stay that
+        # one device would still have.
         is_partial = isinstance(error, CollectiveError | WholeBatchError) or is_out_of_memory(error)
         if isinstance(error, Exception) and not is_partial:
             self._session.step.keep_earlier_batches()

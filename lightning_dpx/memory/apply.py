@@ -44,9 +44,9 @@ class AppliedPlan:
             and as many again after one that was another than those before.
 
     Attributes:
-        plan: Likewise.
+        plan: As given.
         calls: What forwards call together of the modules whose calls are counted, see :meth:`count_calls`.
-        values: What drops values and computes them again; ``None`` where the plan drops none and nobody watches.
+        values: What drops values and computes them again; ``None`` where the plan drops none and is not watched.
     """
 
     def __init__(self, module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> None:
@@ -96,7 +96,7 @@ class AppliedPlan:
 
     @contextmanager
     def active(self, inputs: Any = ()) -> Iterator[None]:
-        """What runs in here follows the plan; within itself it does nothing more.
+        """Forwards in this block follow the plan; nested blocks have no further effect.
 
         Args:
             inputs: What it takes, where that is known: tensors, or what has some in it.
@@ -166,7 +166,7 @@ class AppliedPlan:
             )
 
     def _watch_backward(self, output: Any) -> None:
-        """Until the backward begins, gradients may still be set to ``None``, so that is when they are looked for."""
+        """Checks for gradients when backward begins, since they may be set to ``None`` until then."""
         for leaf in tree_leaves(output) if _saves_for_hooks() else ():
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._check_gradients)  # type: ignore[no-untyped-call]

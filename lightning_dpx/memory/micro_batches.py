@@ -33,7 +33,7 @@ _NOTHING = BesideActivations()
 
 
 class TooFewRowsError(PlanError):
-    """A step that runs on all rows does not on so few."""
+    """A step that runs on all rows fails on this few."""
 
 
 def parse_micro_batch_number(micro_batches: object) -> MicroBatchNumber:
@@ -298,7 +298,7 @@ class _NumberSearch:
 
 
 def _in_all(error: BudgetError, candidate: Candidate, beside: BesideActivations) -> BudgetError:
-    """The refusal of micro-batches, with what they need beside their activations."""
+    """The budget error, with the memory that micro-batches need beside their activations added."""
     if candidate.number == 1 or error.smallest is None:
         return error
     plural = "" if candidate.rows == 1 else "s"

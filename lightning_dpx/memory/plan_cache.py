@@ -3,7 +3,7 @@
     key of a step     its module, batch and surroundings; see python_objects/digest.py     -> its profiles
     key of plans      the profiles, budgets, planner                                       -> the plans
 
-A plan is a function of what its key is made of. A profile depends on more than anybody can see (numbers in tensors, the
+A plan is a function of what its key is made of. A profile depends on more than a key can hold (numbers in tensors, the
 machine's mood), so a plan that was made from one that was found must be watched in its first steps, as one from a file
 is. Entries are JSON, one file each, written whole; the ones that were not used for longest go when there are too many.
 """
@@ -66,7 +66,7 @@ class PlanCache:
         say: Told, in a sentence, what cannot be read or written; users of the cache tell it what was found.
 
     Attributes:
-        say: Likewise.
+        say: As given.
 
     Raises:
         ConfigurationError: ``where`` is none of these.

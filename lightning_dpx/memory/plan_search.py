@@ -278,7 +278,7 @@ def _planned_in_parts(
 
 
 def bytes_of_budget(budget: int | float | str | None, peak: int) -> int | None:
-    """A fraction is one of the unplanned peak.
+    """Bytes that ``budget`` stands for; a fraction is one of ``peak``.
 
     Raises:
         ConfigurationError: neither positive bytes nor a fraction.

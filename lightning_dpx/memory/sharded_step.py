@@ -49,7 +49,7 @@ class ShardBytes(NamedTuple):
 
     Attributes:
         parameters: Its parts, with what they are padded by, and parameters that are in no unit.
-        gradients: Likewise.
+        gradients: Of its parts, and of parameters that are in no unit.
         states: Of a state that an optimizer keeps for every number of a trained parameter; parts without padding.
     """
 

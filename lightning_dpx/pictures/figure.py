@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib where it is installed, colours, and ways out."""
+"""What all pictures share: matplotlib where it is installed, colors, and ways out."""
 
 import html
 import io

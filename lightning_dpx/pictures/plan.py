@@ -21,7 +21,7 @@ _MOST_ROWS = 48
 
 def draw_plan(profile: Profile, plan: MemoryPlan, title: str = "") -> Any:
     """Above, the bytes of activations through forward and backward, with and without the plan. Below, the largest
-    values: a bar from the end of a value's use in forward to the end of its use in backward, in the colour of what the
+    values: a bar from the end of a value's use in forward to the end of its use in backward, in the color of what the
     plan does with it; a bar is solid where memory is occupied, and a tick marks a recomputation.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Copying takes 40 us, which is much for something that is asked twice at every call of a module. What CPython and NumPy
 keep of a generator lies in one piece of memory; to see that nothing was drawn it is enough to read that. Whether the
-memory tells is tried on a generator of our own before anybody relies on it; where it does not, copies are made.
+memory tells is tried on a generator of our own before it is relied on; where it does not, copies are made.
 """
 
 import ctypes

@@ -40,7 +40,7 @@ class TrialGarbage:
                 self._end()
 
     def _is_left_aside(self) -> bool:
-        """Whether somebody else has set objects aside: he has made searches short, and wants them to stay there."""
+        """Whether another library has frozen objects (``gc.freeze``), which then must stay frozen."""
         # They are counted one by one, for as long as a search would take; so that is asked until there are some.
         self._leaves_aside = self._leaves_aside or gc.get_freeze_count() > 0
         return self._leaves_aside

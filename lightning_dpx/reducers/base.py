@@ -199,7 +199,7 @@ class GradientReducer(ABC):
         return factor
 
     def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
-        """D x n: replicas of one device are summed there, in replica order."""
+        """D x n: replicas of one device are summed there, in replica order; halves come as float32."""
         lists: dict[torch.device, list[Dense]] = {device: [] for device in self.distinct_devices}
         for device, row in zip(self.devices, grads, strict=True):
             # Only what is of half precision is widened: a copy of all others would double the

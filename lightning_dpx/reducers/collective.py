@@ -10,7 +10,7 @@ from lightning_dpx.reducers.buckets import alike, flatten_each, unflatten_into
 
 @register_reducer("collective")
 class CollectiveReducer(GradientReducer):
-    """Each of D devices sums 1/D of all elements; the shares are then gathered by the owner, or by everybody.
+    """Each of D devices sums 1/D of all elements; the shares are then gathered by the owner, or by every device.
 
     An all-reduce sends and receives 2 (D-1)/D of the bytes per device, which is the least possible (Patarasuk and Yuan
     2009); no device becomes a bottleneck. Additions are in the order of the devices: two runs are bit-equal.

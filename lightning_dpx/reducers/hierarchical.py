@@ -1,4 +1,4 @@
-"""Two levels: within groups of well linked devices, then between the groups (tensorpack's DGX-1 mode, generalised)."""
+"""Two levels: within groups of well linked devices, then between the groups (tensorpack's DGX-1 mode, generalized)."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Which modules have had an attribute set, exchanged or deleted since somebody looked: asked several times in a step.
+"""Which modules have had an attribute set, exchanged or deleted since it was noted: asked several times in a step.
 
 Most modules never have. The attributes of all of those are compared in one go, which for 1,000 modules of eight
 replicas takes 2 ms of a step instead of 20; the others are looked at one by one. Of the twenty attributes of a module
@@ -24,7 +24,7 @@ class AttributeWatch:
         modules: All are taken for changed until :meth:`note` is called for them.
         keeps_tensors: Whether tensors may be held. Those that a step leaves on the user's module may have a graph,
             which must not be kept alive: a module with a tensor is looked at each time.
-        private: Names of attributes that every module has for good, and whose values nobody asks for.
+        private: Names of attributes that every module has for good, and whose values do not count.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AttributeWatch:
         self._must_group = False
 
     def note(self, place: int) -> None:
-        """Somebody has looked at the module at ``place``: it is unchanged from here on."""
+        """The module at ``place`` counts as unchanged from here on."""
         state = vars(self._modules[place])
         compared = {name: value for name, value in state.items() if name not in self._private}
         if not self._keeps_tensors and any(isinstance(value, torch.Tensor) for value in compared.values()):

@@ -1,4 +1,4 @@
-"""Batch norm over the whole batch: every replica normalises its slice by the statistics of all slices."""
+"""Batch norm over the whole batch: every replica normalizes its slice by the statistics of all slices."""
 
 import copy
 import copyreg
@@ -28,7 +28,7 @@ class SyncedBatchNorm(AnyBatchNorm):
     """Mixed into a batch norm class; without other replicas, and in eval mode, that class does its own."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(n, C, ...) to the same shape, normalised over the slices of all replicas."""
+        """(n, C, ...) to the same shape, normalized over the slices of all replicas."""
         rank = current_rank()
         # In eval mode the running statistics count; a replica that is alone has nobody to meet.
         if rank is None or rank.is_alone or not (self.training or self.running_mean is None):

@@ -30,7 +30,7 @@ MOST_NAMED = 8  # inputs in one message
 
 
 class UncuttableBatch(SliceError):  # noqa: N818  no error where one device takes the batch whole
-    """A batch that cannot be cut for certain; one device can do with it what it does.
+    """The batch cannot be cut with certainty; one device may still run it whole.
 
     Args:
         reason: Why, in sentences that name all inputs at fault.

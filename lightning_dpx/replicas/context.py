@@ -27,7 +27,7 @@ class RendezvousPlace(Protocol):
 
 
 class NoMeeting:
-    """The meeting place between runs, to which nobody comes."""
+    """The meeting place between runs, where no replica meets another."""
 
     def exchange(
         self,
@@ -38,7 +38,7 @@ class NoMeeting:
         *,
         optional: bool = False,
     ) -> Any:
-        """Raises an error, since nobody comes.
+        """Raises an error, since no other replica comes.
 
         Raises:
             CollectiveError: the caller is what is left of a run that has ended.
@@ -49,7 +49,7 @@ class NoMeeting:
         )
 
     def abandon(self) -> None:
-        """There is nobody to give up."""
+        """There are no participants to give up."""
 
 
 NO_MEETING = NoMeeting()
@@ -76,7 +76,7 @@ class RendezvousSlot:
     Attributes:
         meeting: Where the replicas of this process meet, during a run.
         oversubscribed: An accelerator that holds several replicas, if there is one.
-        was_used: Whether anybody has ever met here.
+        was_used: Whether replicas have ever met here.
         beyond: The way to the other processes, where there are several.
         abandoned: The run was given up; what is left of it must not meet that of another run.
     """

@@ -31,7 +31,7 @@ class Counterparts:
         kept: Objects that are shared whatever they hold.
 
     Attributes:
-        mirrors: Likewise.
+        mirrors: As given.
     """
 
     def __init__(self, root: Replica, mirrors: Mirrors, kept: Sequence[object]) -> None:

@@ -183,7 +183,7 @@ class PythonState:
             self._pair((index, key), replica.index, value, translated)
 
     def _restore(self, replica: Replica) -> None:
-        """What a step rebound on another replica than the first is forgotten."""
+        """Undoes what a step rebound on a replica other than the first."""
         watch = self._watches[replica.index]
         for index in watch.suspects():
             child = self._modules[replica.index][index]

@@ -58,7 +58,7 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Likewise, for operators that come past :meth:`__torch_function__`."""
+        """Runs ``func`` on plain tensors, for operators that come past :meth:`__torch_function__`."""
         plain_args, plain_kwargs = tree_map_only(RemoteTensor, fetched, (args, kwargs or {}))
         return func(*plain_args, **plain_kwargs)
 

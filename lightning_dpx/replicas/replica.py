@@ -26,8 +26,8 @@ class Replica:
         device: Where it lives.
         module: The copy; replica 0's is the user's own.
         modules: All submodules, in the order of ``Module.modules()``, as of the last :meth:`refresh`.
-        parameters: Likewise; tied ones once.
-        buffers: Likewise.
+        parameters: All parameters as of then; tied ones once.
+        buffers: All buffers as of then.
         hidden: Tensors that it holds in containers and objects, which follow the first replica's.
         first_nan: Knows where its forward first made a NaN, where that is looked for.
     """

@@ -482,7 +482,8 @@ class ReplicaSet:
         self.habits.has_walked_back = True
 
     def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
-        """Several in line on the host, once a backward met no other, and while they are not watched apart."""
+        """Whether one joint backward may serve all replicas."""
+        # In line on the host, once a backward met no other, and while they are not watched apart.
         if len(slices) == 1 or not self.habits.has_walked_back:
             return False
         # Gradients of a collective meet in the backward once more. In a joint one nobody can wait.

@@ -296,7 +296,7 @@ class ModuleCopy:
         return copied
 
     def _uncopyable(self) -> tuple[str, Any]:
-        """The first attribute that fails, by its path; the module itself where none fails alone."""
+        """The path and value of the first attribute that cannot be copied; the module itself if each alone can."""
         # By reference, so that an attribute that leads to the module fails for what it is itself.
         modules = {id(child): child for child in self._module.modules()}
         for path, child in self._module.named_modules():
@@ -457,7 +457,7 @@ def prepare_memo(
     is_boundary: Callable[[Any], bool],
     module: nn.Module | None = None,
 ) -> list[torch.Tensor]:
-    """Fills ``memo`` with what ``copy.deepcopy`` would do wrongly, or must not do.
+    """Registers in ``memo`` the counterparts that ``copy.deepcopy`` would get wrong, or must not make.
 
     Returns the tensors that it has placed, in containers, objects and modules behind ``shared`` values.
 

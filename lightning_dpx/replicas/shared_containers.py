@@ -37,7 +37,7 @@ class SharedContainers:
         home: The first replica's device, if others are on other devices.
 
     Attributes:
-        home: Likewise.
+        home: As given.
     """
 
     def __init__(self, is_boundary: Callable[[Any], bool], home: torch.device | None = None) -> None:

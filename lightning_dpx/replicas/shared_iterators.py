@@ -181,7 +181,7 @@ class PeekedIterator(IteratorProxy):
 
     @property
     def was_requested(self) -> bool:
-        """Whether anybody took an item."""
+        """Whether an item was taken."""
         return bool(vars(self)["_taken"])
 
     @property

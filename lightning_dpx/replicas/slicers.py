@@ -1,6 +1,6 @@
 """How objects that are neither arrays nor containers are cut by rows: an extension point, and the built-in slicers.
 
-Libraries are recognised by the names of their classes and used as they were imported where the batch was made; none
+Libraries are recognized by the names of their classes and used as they were imported where the batch was made; none
 is imported here.
 """
 

@@ -1,7 +1,7 @@
 """First stage: a batch becomes one slice per replica, cut along its batch dim by workload.
 
 Legend: B rows in the batch, K replicas, n_i rows of replica i (n_1 + ... + n_K = B). The rules are those of MXNet's
-DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give it whole to everybody").
+DataParallelExecutorGroup (workload list, a batch dim per input, -1 means "give it whole to every device").
 
     batch_reading   how many rows, which lists hold one item per row, what stands in the way
     slicers         what is cut by an extension, or by the library that it comes from

@@ -1,7 +1,7 @@
 """What a step changes of the module's attributes and no rehearsal has seen change: it is rehearsed again.
 
 A count of what the first batches have none of, a list that grows now and then: nothing is known about how the parts of
-slices come together, so nobody may be left to believe that they do.
+slices come together, so no user may be left to believe that they do.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,7 +35,7 @@ class UnseenChanges:
         Args:
             tell: Gets the paths of containers that have been changed, and of numbers that other replicas than the first
                 have changed.
-            known: Paths that nobody needs to be told of: their numbers are not looked at, for which a device would be
+            known: Paths that are known already: their numbers are not looked at, for which a device would be
                 waited for.
         """
         self._tell = tell

@@ -154,7 +154,7 @@ class SimModule:
         return True
 
     def is_initialized(self) -> bool:
-        """There is nothing to initialise lazily."""
+        """There is nothing to initialize lazily."""
         return True
 
     # `torch.manual_seed` seeds a foreign backend only if it has this method, and `manual_seed_all`.
@@ -162,7 +162,7 @@ class SimModule:
         return False
 
     def _lazy_init(self) -> None:
-        """There is nothing to initialise lazily."""
+        """There is nothing to initialize lazily."""
 
     def device_count(self) -> int:
         """Simulated devices."""

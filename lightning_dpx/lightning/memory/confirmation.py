@@ -1,4 +1,4 @@
-"""When it is looked at whether devices still have the room that plans count on.
+"""When to check that devices still have the room that plans count on.
 
 Before the first batch, where plans were made without one. Later at the start of every epoch, which is when callbacks
 begin to keep copies, and after 1, 2, 4, 8, ... steps: an allocator takes its time to answer.
@@ -48,5 +48,5 @@ class Confirmation:
         self._is_asked = True
 
     def stop(self) -> None:
-        """No plan does, which was told: nothing is looked at until there is another plan."""
+        """Stops looking until there is another plan: none meets the budget, and the user was warned."""
         self._is_over = True

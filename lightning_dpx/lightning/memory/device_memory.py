@@ -26,7 +26,7 @@ class DeviceMemory:
         activations: What forward left for backward.
         parameters: Of all replicas and shifted parts here; shared storage counts once.
         gradients: After backward and reduction.
-        buffers: Likewise.
+        buffers: Of all replicas and shifted parts here.
         optimizer: State of the optimizers.
         planned: The peak that a memory plan predicts; 0 without a plan.
         budget: What the plan was made for; 0 without one.

@@ -83,7 +83,7 @@ class EvaluationCuts:
         Args:
             name: Of the step.
             args: What Lightning calls it with.
-            kwargs: Likewise.
+            kwargs: The arguments that it gives by name.
             static: What a training step of slices needs beside its activations.
         """
         session = self._session

@@ -23,7 +23,7 @@ from lightning_dpx.replicas.error_notes import trial_noted
 def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> list[Profile]:
     """Profiles forward and backward of a shadow on one row, for each device of ``replica``.
 
-    In evaluation mode, as batch normalisation refuses to train on one row: a step keeps this much and more.
+    In evaluation mode, as batch normalization refuses to train on one row: a step keeps this much and more.
 
     Args:
         replicas: The replicas.

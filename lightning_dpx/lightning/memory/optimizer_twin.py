@@ -29,7 +29,7 @@ class OptimizerTwin:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps past the hooks that users have on all optimizers, and past what turns gradients off for a step.
+        """Steps without the user's global hooks, and without the grad mode that a step sets.
 
         Raises:
             Exception: whatever it may be, such as of an optimizer that steps with a closure only.

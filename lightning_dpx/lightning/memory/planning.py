@@ -187,7 +187,7 @@ class MemoryPlanning:
             )
 
     def trains_more(self, replicas: ReplicaSet) -> bool:
-        """Whether parameters get gradients that did not: then no batch is known, as its step was another one."""
+        """Whether parameters were unfrozen since the last plan; then known batch shapes no longer count."""
         if self.budgets.given is None:
             return False
         if not self.rooms.trained.note(replicas.root.parameters, replicas.root.module):
@@ -262,6 +262,7 @@ class MemoryPlanning:
         static: StaticOf,
         source: str,
     ) -> None:
+        """Profiles a step on ``slices``, and plans unless the profile shows nothing new."""
         held = static(slices)
         # The cache looks a step up by the shapes of its batch, and by those
         # this step is a known one.
@@ -380,6 +381,11 @@ class MemoryPlanning:
         seen: Mapping[torch.device, SeenStep],
         reason: str = "",
     ) -> None:
+        """Plans for all devices from the profiles in ``seen`` and those of before; puts nothing on the replicas.
+
+        Raises:
+            BudgetError: a device cannot meet its budget; the plans of before stay.
+        """
         gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
         decided = dict[torch.device, DeviceDecision]()
         for home, here in by_device(slices).items():
@@ -473,6 +479,7 @@ class MemoryPlanning:
         return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
 
     def _put_on(self, replicas: ReplicaSet) -> None:
+        """Has every replica follow the plan of its device."""
         for replica in replicas.replicas if self.plans else ():  # also those without a slice today
             # A device without a slice of this batch has no plan of its own, and
             # may get a slice of the next.
@@ -513,10 +520,11 @@ class MemoryPlanning:
         return self.devices.forecast(device)
 
     def end_plan(self) -> None:
-        """Another plan may be made, or none: tells what steps have taken beyond the budget, which is not told yet."""
+        """Ends the measurement of the current plan, and warns of any excess not reported yet."""
         self._peaks.end_plan()
 
     def _take_off(self, replicas: ReplicaSet) -> None:
+        """Has no replica follow a plan any longer; the plans themselves stay known."""
         self.end_plan()
         for replica in replicas.replicas:
             if applied_plan(replica.module) is not None:

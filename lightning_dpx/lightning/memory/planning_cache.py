@@ -79,10 +79,10 @@ class PlanningCache:
 
         Args:
             module: As the function takes it.
-            steps: Likewise.
-            rooms: Likewise.
-            planner: Likewise.
-            now: Likewise.
+            steps: As the function takes them.
+            rooms: As the function takes them.
+            planner: As the function takes it.
+            now: As the function takes it.
             measured: Whether the rooms are what happens to be free. Then an earlier plan does that was made for nearly
                 as much and fits.
 

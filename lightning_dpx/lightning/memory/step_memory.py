@@ -56,7 +56,7 @@ class StepInput:
     Attributes:
         slices: The slices of the batch.
         args: What Lightning calls the step with.
-        kwargs: Likewise.
+        kwargs: The arguments that it gives by name.
     """
 
     slices: list[BatchSlice]

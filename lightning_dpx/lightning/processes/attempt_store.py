@@ -36,7 +36,7 @@ def agent_store(address: str, port: int, world_size: int, timeout: float) -> Sto
 
     Args:
         address: Of the agent of the first node.
-        port: Likewise.
+        port: Of the same agent.
         world_size: Processes.
         timeout: Seconds to wait for it.
     """

@@ -45,13 +45,13 @@ class _Counts(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """Likewise."""
+        """Never asked for: see ``__getattribute__``."""
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
+        """Never asked for: see ``__getattribute__``."""
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
+        """Never asked for: see ``__getattribute__``."""
 
     def __getitem__(self, _index: int) -> "_Counts":
         return self

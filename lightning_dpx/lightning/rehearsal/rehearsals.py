@@ -111,7 +111,7 @@ class Rehearsals:
             name: Of the step.
             slices: Of its batch.
             args: What Lightning calls it with.
-            kwargs: Likewise.
+            kwargs: The arguments that it gives by name.
             is_known: Whether this batch has come by here already, and was cut otherwise since.
 
         Returns whether the batch may have to be cut in another way now.

@@ -1,4 +1,4 @@
-"""The random numbers of a call that may be made again: it must draw the same ones then, and nobody else may notice."""
+"""The random numbers of a call that may be made again: it must draw the same ones then, unseen by other code."""
 
 import threading
 from collections.abc import Iterator

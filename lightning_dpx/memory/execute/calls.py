@@ -10,7 +10,7 @@ as ``torch.utils.checkpoint`` calls it, with hooks that catch what autograd save
     forward    enter -> Call      notes its arguments, weakly        leave -> marks what it returns
     backward   Replay(arguments) -> ReplayOutputs -> select_output(outcome, key)   nothing else remains
 
-[Note: what cannot be made again] A call that anybody could tell from the first one is refused: it changes parameters,
+[Note: what cannot be made again] A call that could be told from the first one is refused: it changes parameters,
 buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
 attributes, classes and globals lead to (see :mod:`lightning_dpx.python_objects.object_state`); they lead to something
 whose state cannot be seen, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
@@ -91,7 +91,7 @@ class Call:
         module: What is called.
         name: Of the call.
         args: What it is given.
-        kwargs: Likewise, by name.
+        kwargs: What it is given by name.
         saved: How many tensors autograd had saved before.
         anatomies: What was found of modules in earlier calls.
 

@@ -69,9 +69,9 @@ class GraphTape:
         names: Tells which module call is running.
 
     Attributes:
-        names: Likewise.
+        names: As given.
         refused: Why values cannot be made again, by name.
-        reached: Values that others are made from, found along the graph; ``None`` where nobody asks.
+        reached: Values that others are made from, found along the graph; ``None`` where they are not asked for.
         wants_operands: Whether a recipe has asked for operands that are to be noted in the forward.
     """
 

@@ -59,7 +59,7 @@ class CallNames:
         again: Names of calls that may have to be made again.
 
     Attributes:
-        again: Likewise.
+        again: As given.
         is_distributed: Whether parameters are tensors of which each process has a part.
         compiled: Paths of the parts that are compiled, in which there are no hooks, as of :func:`compiled_parts`.
         parts: The modules with hooks, by path.

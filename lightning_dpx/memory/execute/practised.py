@@ -85,7 +85,7 @@ class Practised(Rematerialisation):
         names: Tells which module call is running; its hooks are on the modules while a forward is followed.
         trusted: Operators that the plan repeats.
         actions: As of :class:`Rematerialisation`.
-        twins: Likewise.
+        twins: As of :class:`Rematerialisation`.
         watched: The least number of forwards that are followed call by call: the first ones, and as many again after
             one that did not follow the routine.
     """

@@ -6,7 +6,7 @@ the module gives all of it back in backward, as ``torch.utils.checkpoint`` does 
                tensor goes with its first use
 
 No name is given to what is saved within, nothing is looked for in the graph, and no recipe is needed. The tensors
-themselves stay until the call is over: then it is known whether anybody could tell the call from a second one (see
+themselves stay until the call is over: then it is known whether the call could be told from a second one (see
 :mod:`lightning_dpx.memory.execute.calls`), and if so they are kept.
 """
 
@@ -56,7 +56,7 @@ class Replay:
         wrap: Applied to what autograd calls.
 
     Attributes:
-        call: Likewise.
+        call: As given.
         saved: What autograd has saved within it, in order; empty once that is dropped.
         is_dropped: Whether it is, and is made again when backward needs it.
     """

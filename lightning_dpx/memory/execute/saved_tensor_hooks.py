@@ -73,7 +73,7 @@ class ValueActions:
         compressed: Masks, which nothing in the graph can make again, to keep in a byte per element.
         offloaded: Those to keep in the host's memory.
         prefetch_depth: How many of these may be on their way at once, in each direction.
-        known: All that something was decided about; nothing, if nobody looks at what is unknown.
+        known: All that something was decided about; nothing, if what is unknown is not looked at.
     """
 
     dropped: Collection[str] = ()
@@ -93,8 +93,8 @@ class Rematerialisation(GraphTape):
         twins: Decides about values that nothing was decided about.
 
     Attributes:
-        actions: Likewise.
-        twins: Likewise.
+        actions: As given.
+        twins: As given.
         unknown: Bytes of values that a backward has asked for and that are not known, by name.
         known: The values of the last forward.
         kinds: Types of tensors that it handles; others are kept.
@@ -123,7 +123,7 @@ class Rematerialisation(GraphTape):
         """Forward passes in here drop what is wanted; their backward may come later.
 
         Args:
-            inputs: What the forward takes: no memory of the step, whoever has made it.
+            inputs: What the forward takes: no memory of the step, wherever it was made.
             counts_waiting: Whether :attr:`waiting` will be asked for, for which all values are looked at.
         """
         self.names.begin()

@@ -37,7 +37,7 @@ class Room(NamedTuple):
     """Bytes of the planned step.
 
     Attributes:
-        budget: That it may take at the most; ``None`` where nobody has said that.
+        budget: That it may take at the most; ``None`` where none is known.
         peak: That it takes at the most; ``None`` where that is unknown.
         kept: That it keeps from forward to backward, of these.
     """

@@ -13,7 +13,7 @@ class UnitCasts:
 
     Args:
         inputs: What inputs are cast to, if to anything.
-        outputs: Likewise.
+        outputs: What outputs are cast to, if to anything.
     """
 
     def __init__(self, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:

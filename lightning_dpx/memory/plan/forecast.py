@@ -112,7 +112,7 @@ class Forecaster:
             dropped: Indices of values.
             uncached: Those of them that are forgotten after every use.
             most_bytes: A choice that takes more is out of the question; to find that out takes less work.
-            most_seconds: Likewise.
+            most_seconds: One that takes longer is out of the question, too.
         """
         replay = self._replay(dropped, uncached, Limits(self._most_computed, most_bytes, most_seconds))
         try:

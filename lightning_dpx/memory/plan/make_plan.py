@@ -37,7 +37,7 @@ class AutoPlanner(Planner):
 
 
 class SmallestPlanner(Planner):
-    """What takes least, however long: for a refusal, or to be filled up, which looks at the time."""
+    """The plan with the lowest peak, however slow: used for refusals, and as a start for filling up."""
 
     name = "smallest"
 
@@ -172,7 +172,7 @@ def _decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iter
 
 
 def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Problem, list[Mixed]]:
-    """What was searched value by value, and all that was found within the budget or nearest to it, the best first.
+    """The value-by-value problem, and the choices that were found, best first: all that fit, or those nearest to it.
 
     Raises:
         BudgetError: nothing is within the budget.
@@ -226,6 +226,7 @@ def _sort_of(mixed: Mixed) -> tuple[bool, bool]:
 def _plan_of(
     module: Model, profile: Profile, budget: int | None, chosen: Planner, found: Mixed, bound: float | None
 ) -> MemoryPlan:
+    """What was found, as a plan with names instead of numbers."""
     found = _with_most_overlap(found, budget)
     decisions = (*_decisions_about_calls(profile, found), *_decisions_about_values(profile, found))
     result = found.problem.forecast(found.choice)
@@ -260,7 +261,7 @@ def _smallest(problems: Sequence[Problem]) -> Mixed:
 
 
 def _bound(profile: Profile, budget: int, original: Problem, spent: float) -> float:
-    """Seconds that no plan within the budget goes below, as far as is proved.
+    """A proven lower bound, in seconds, on the extra time of any plan within the budget.
 
     The integer programme knows neither values that are made from others that do not stay, nor replayed calls: where
     these are ahead of what it has proved, that is a proof about other plans only.

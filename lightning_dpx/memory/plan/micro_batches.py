@@ -206,7 +206,7 @@ def numbers_worth_trying(rows: int, most: int | None = None) -> list[int]:
 def candidates_of(
     profiles: ProfilesByRows, budget_of: Callable[[int], int], most: int | None = None
 ) -> list[Candidate]:
-    """One for every number of micro-batches that may be the best; from the first that needs no plan on, more cost more.
+    """Candidates for every number that may be best: from the first that needs no plan, larger ones only cost more.
 
     Args:
         profiles: Of the step.

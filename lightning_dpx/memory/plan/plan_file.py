@@ -51,7 +51,7 @@ def format_file(comments: Iterable[str], head: Mapping[str, Any], rows: Iterable
     Args:
         comments: Its first lines.
         head: Texts, numbers and ``None`` by name.
-        rows: Likewise, for each decision; also tuples of texts.
+        rows: For each decision, texts, numbers, ``None`` and tuples of texts by name.
 
     Raises:
         ValueError: it would be longer than what :func:`read` takes.

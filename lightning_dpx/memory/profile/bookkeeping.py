@@ -41,7 +41,7 @@ class Bookkeeping:
     Attributes:
         value: For a value that is made again, beside its operator.
         call: For a call that is replayed as a whole, beside the replay itself.
-        tensor: Likewise, for each tensor that is saved within it.
+        tensor: For each tensor that is saved within such a call.
         place: Of what values take, for each place at which some are dropped; see places.py.
         usual_places: For each value that is made again, so many places count in ``value`` already.
         again: For each further time that a value is made in a step: nothing is noted then, and found by no hook.

@@ -253,7 +253,7 @@ class Profile:
         return max(self.curve, default=0)
 
     def seconds_again(self, index: int) -> float:
-        """For each further time that the value is made in a step."""
+        """Seconds each time the value is recomputed after the first."""
         value = self.values[index]
         # In a loop over what is made again nothing is noted, and no hook of autograd is called. A
         # call that is made again has another bookkeeping.

@@ -8,8 +8,8 @@ autograd meets a tensor that claims to be there. Sizes are the same, and where t
 
 Memory is taken on the host only, where operators are tried one by one (:mod:`lightning_dpx.memory.profile.probe`).
 
-What no fake can tell: numbers, but for small whole ones (:mod:`lightning_dpx.memory.profile.known_numbers`). So nobody
-proves here that a repeated operator gives the same ones; masks are known from the operator that draws them, and times
+What no fake can tell: numbers, but for small whole ones (:mod:`lightning_dpx.memory.profile.known_numbers`). So it
+is not proved that a repeated operator gives the same ones; masks are known from the operator that draws them, and times
 from FLOPs and bytes. Nor can a step look at its other numbers (``.item()``, a branch on a tensor), or call an operator
 that has no rule for fakes. What libraries of other devices need beside is estimated, which kernel attention takes is
 assumed, and ``torch.autocast`` of an absent device does nothing.
@@ -313,7 +313,7 @@ class FakeCosts(RooflineCosts):
         )
 
     def preserve_module_state(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """The module's tensors are none of its own: all else is put back."""
+        """Restores all but tensors, which are fakes in the module's place."""
         return untouched(module, tensors=False, reach=self.reach_of(module))
 
     def trace(self) -> MemoryTrace:
@@ -485,7 +485,7 @@ def _tensors_of(child: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
 
 @contextmanager
 def _put_back(module: nn.Module) -> Iterator[None]:
-    """Every attribute of every submodule, with what the plain lists, dicts and sets among them contain."""
+    """Restores on exit every attribute of every submodule, and the contents of plain containers among them."""
     states: list[tuple[Any, Any]] = []
     for child in module.modules():
         attributes = vars(child)
@@ -508,7 +508,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What the step writes to does not last."""
+    """A real copy, so that what the step writes is not kept."""
     with disable_current_modes():
         return tensor.detach().clone()
 

@@ -142,9 +142,9 @@ class _Run:
     Attributes:
         values: Their indices, in the order in which they are saved.
         forward: The events of forward at which their calls begin and are over.
-        backward: Likewise of backward.
+        backward: The events of backward at which they begin and are over.
         before: The event of the other step before which the calls stand in forward.
-        after: Likewise in backward.
+        after: The event of the other step before which they stand in backward.
         at: The number of the value there before which they stand.
         next: The number of the value that comes after them in their own step; -1 without one.
     """

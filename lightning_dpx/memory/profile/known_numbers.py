@@ -10,8 +10,8 @@ it is run for real, and what it gives is real as well::
 Libraries also ask whether a tensor is fake before they look at its numbers, and keep a mask that a real step would do
 without: here they are told the truth.
 
-What is made from a fake is fake. Where such numbers are to be written into real ones, nobody would know any longer what
-is true: that is an error, and the step is run once more with nothing but fakes.
+What is made from a fake is fake. Where such numbers are to be written into real ones, the real ones would no
+longer be true: that is an error, and the step is run once more with nothing but fakes.
 """
 
 from typing import Any

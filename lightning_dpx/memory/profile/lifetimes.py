@@ -1,4 +1,4 @@
-"""How long what autograd saves lives anyway: a run in which autograd keeps nothing, or copies that are not counted."""
+"""How long saved tensors would live without autograd, from a run in which it keeps nothing, or uncounted copies."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

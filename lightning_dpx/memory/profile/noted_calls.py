@@ -157,7 +157,7 @@ class NotedCalls:
         units: What may be made again where parameters are sharded.
 
     Attributes:
-        units: Likewise.
+        units: As given.
         in_code: Identities of tensors that compiled code saves.
     """
 
@@ -306,7 +306,7 @@ class NotedCalls:
         """Those of a kind that give the same when they are made again.
 
         Each is tried, also within a call that was right: one of them alone may depend on what that call does round it
-        and nobody sees, such as a context variable.
+        unseen, such as a context variable.
         """
         right = list[int]()
         for number in numbers:

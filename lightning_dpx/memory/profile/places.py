@@ -38,7 +38,7 @@ def count_places(profile: Profile, dropped: Collection[int]) -> int:
 
 
 def made_again(profile: Profile, dropped: Collection[int]) -> set[int]:
-    """What is made again if these are dropped: they, and what nobody saves on the way to them."""
+    """The values recomputed for these: themselves, and unsaved values they are made from."""
     made = set(dropped)
     stack = list(dropped)
     while stack:
@@ -51,7 +51,7 @@ def made_again(profile: Profile, dropped: Collection[int]) -> set[int]:
 
 
 def seconds_of_places(profile: Profile, dropped: Collection[int]) -> float:
-    """What a step takes longer than the seconds of the values say, or less: these hold the share of usual plans.
+    """Seconds to add to the values' own, for the number of sites; negative if there are fewer than usual.
 
     Args:
         profile: Of the step.

@@ -69,7 +69,7 @@ class Probe:
         Args:
             func: An operator.
             args: What it was given: fakes among them.
-            kwargs: Likewise, by name.
+            kwargs: What it was given by name.
             out: What it gave for them.
         """
         # It would wait for other processes, which are not here, or take what they send to the step.

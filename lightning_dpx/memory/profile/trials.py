@@ -72,7 +72,7 @@ class _Trials:
         meter: Tries them.
 
     Attributes:
-        order: Likewise.
+        order: As given.
         seconds: That they take.
         sizes: Their bytes on the device.
         refused: Why they cannot be made again; empty if they can.

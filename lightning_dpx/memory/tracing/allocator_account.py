@@ -120,7 +120,7 @@ class HostAccount(Account):
         return has_legacy_profiler()
 
     def start(self) -> int:
-        """An operator begins; whether anybody is told."""
+        """Starts counting; returns whether an account is kept."""
         if _a_profiler_runs():  # to start another one would end it
             return False
         start_legacy_profiler(self._config)

@@ -12,7 +12,7 @@ from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, on_tensor
 
 
 def has_other_processes() -> bool:
-    """Whether there is anybody to talk to."""
+    """Whether this process is one of several that talk to each other."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -127,7 +127,7 @@ class ListWatch:
     def has_lost_items(self, place: ListPlace) -> bool:
         """Whether items have been taken out of a list, or another list was put in its place without them.
 
-        A deque with a limit drops its items in the order in which they came, whoever appends.
+        A deque with a limit drops its items in the order in which they came, whichever replica appends.
         """
         before = self._before.get(place, _NOTHING)
         now = place.find(self._module)

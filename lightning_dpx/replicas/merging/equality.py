@@ -38,7 +38,7 @@ def is_same_object(one: Any, two: Any, tolerance: Tolerance, within: frozenset[t
 
     Args:
         one: Any object.
-        two: Likewise.
+        two: Another one.
         tolerance: Of the numbers that they hold.
         within: The ids of the pairs that are being compared, whose attributes have led here.
     """

@@ -49,7 +49,7 @@ def difference(
 
     Args:
         one: Any shape, on the host.
-        two: Likewise.
+        two: The other tensor, of the same shape, on the host.
         tolerance: Differences of numbers this small beside ``scale`` are none.
         scale: The largest magnitude among neighbors, such as the other gradients of a step.
         terms: The largest magnitude among what was added up: of two numbers that cancel out, their roundings are left.

@@ -381,7 +381,7 @@ def compare_step(
         judge: The rules by which they were put together.
         sizes: Rows of each slice.
         unstable: See :class:`Comparer`.
-        rounding: Likewise.
+        rounding: See :class:`Comparer`.
     """
     comparison = Comparison(rows=sum(sizes), sizes=sizes, stage=step.call.name)
     comparer = Comparer(step.tolerance, unstable, rounding, draws=judge.draws)

@@ -1,4 +1,4 @@
-"""Recipes of normalisations."""
+"""Recipes of normalizations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -100,12 +100,12 @@ def _group_norm(node: Any) -> Any:
     noted = node.eps if hasattr(node, "eps") else node.constant()
     eps = _DEFAULT_EPS if noted is None else noted
 
-    def normalise(
+    def normalize(
         x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return torch.native_group_norm(x, weight, bias, *rest, eps)[0]
 
-    return normalise, [node.saved("input", edge=0), *_affine(node, place=1)]
+    return normalize, [node.saved("input", edge=0), *_affine(node, place=1)]
 
 
 def _affine(node: Any, place: int = 0) -> list[Any]:
@@ -129,12 +129,12 @@ def _layer_norm(node: Any) -> Any:
     weight = node.optional("weight")
     bias = node.optional("bias")
 
-    def normalise(
+    def normalize(
         x: torch.Tensor, eps: float | None, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return torch.native_layer_norm(x, shape, weight, bias, _DEFAULT_EPS if eps is None else eps)[0]
 
-    return normalise, [node.saved("input", edge=0), node.constant(), weight, bias]
+    return normalize, [node.saved("input", edge=0), node.constant(), weight, bias]
 
 
 @recipe("FusedRmsNormBackward0")
@@ -147,12 +147,12 @@ def _rms_norm(node: Any) -> Any:
     if weight is not None:
         inputs.append(weight)
 
-    def normalise(x: torch.Tensor, eps: float | None, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def normalize(x: torch.Tensor, eps: float | None, weight: torch.Tensor | None = None) -> torch.Tensor:
         # Without eps the operator takes that of its dtype, by itself.
         normal: torch.Tensor = aten._fused_rms_norm.default(x, shape, weight, eps)[0]
         return normal
 
-    return normalise, inputs
+    return normalize, inputs
 
 
 @recipe("WeightNormInterfaceBackward0")

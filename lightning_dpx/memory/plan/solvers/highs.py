@@ -1,4 +1,4 @@
-"""HiGHS (Huangfu and Hall, 2018), where it is installed: minimises a cost over columns between 0 and 1.
+"""HiGHS (Huangfu and Hall, 2018), where it is installed: minimizes a cost over columns between 0 and 1.
 
 Columns and rows are gathered and handed over together, because one call for each takes longer than solving.
 """
