@@ -247,7 +247,9 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
 def _best(found: Sequence[_Predicted]) -> _Candidate | None:
     """Of the fastest precision, the smallest batch size that is about as fast as its fastest."""
     # Within a precision the search has chosen already: the smallest that is about as fast.
-    bests = [candidate for one in found for candidate in one.candidates if candidate.forecast is one.tuning.best]
+    bests: list[_Candidate] = []
+    for one in found:
+        bests += [candidate for candidate in one.candidates if candidate.forecast is one.tuning.best]
     return max(bests, key=lambda one: one.forecast.samples_per_second, default=None)
 
 

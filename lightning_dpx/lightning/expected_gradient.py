@@ -5,6 +5,7 @@ expected here is made good if it turns out otherwise; only what is certain is re
 """
 
 import inspect
+import itertools
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,10 @@ _OF_ZEROING = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
 
 def names_gradients(module: LightningModule) -> bool:
     """Whether code of the user's, but for hooks after the step, says ``.grad`` anywhere, and so may read gradients."""
-    kinds = {kind for child in module.modules() for kind in type(child).__mro__ if not is_library(kind)}
-    for kind in kinds:
+    kinds: set[type] = set()
+    for child in module.modules():
+        kinds.update(type(child).__mro__)
+    for kind in itertools.filterfalse(is_library, kinds):
         for name, value in vars(kind).items():
             # What LightningModule has beside nn.Module are hooks; those that run within a step are
             # asked about one by one, in has_hooks().
@@ -101,7 +104,8 @@ class LossGradient:
             return frozenset()
         optimizers: list[Any] = self._session.strategy.optimizers
         # Optimizers may get groups or parameters in the middle of a fit.
-        key = tuple(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        groups = _groups_of(optimizers)
+        key = tuple(len(group["params"]) for group in groups)
         if key != self._zeroed_of:
             self._zeroed_of = key
             self._zeroed = self._zeroed_by(optimizers)
@@ -112,5 +116,14 @@ class LossGradient:
         plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
         if not plain or has_hooks(self._session.module, self._callbacks, _OF_ZEROING):
             return frozenset()
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        return frozenset(id(parameter) for group in groups for parameter in group["params"])
+        zeroed: set[int] = set()
+        for group in _groups_of(optimizers):
+            zeroed.update(map(id, group["params"]))
+        return frozenset(zeroed)
+
+
+def _groups_of(optimizers: list[Any]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        groups += optimizer.param_groups
+    return groups

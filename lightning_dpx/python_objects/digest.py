@@ -13,6 +13,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -171,9 +172,11 @@ class Digest:
         self._note("module", module.training)
         # Parts keep their order, as a step may iterate over them; that of other
         # attributes tells nothing.
-        parts = [part for name in _TENSORS for part in held.get(name, {}).items()]
+        parts: list[tuple[str, Any]] = []
+        for name in _TENSORS:
+            parts += held.get(name, {}).items()
         others = sorted((key, one) for key, one in held.items() if key not in _TENSORS and _counts(key, one))
-        self._push([type(module), *(each for pair in parts for each in pair), *(x for pair in others for x in pair)])
+        self._push([type(module), *_flat(parts), *_flat(others)])
 
     def _add_class(self, kind: type) -> None:
         self._note("class", *(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__))
@@ -190,7 +193,7 @@ class Digest:
                 self._push([base])
                 continue
             held = sorted((key, one) for key, one in vars(base).items() if _is_of_class(key, one))
-            self._push(each for pair in held for each in pair)
+            self._push(_flat(held))
 
     def _add_function(self, function: types.FunctionType) -> None:
         self._note("function", function.__module__, function.__qualname__)
@@ -213,7 +216,10 @@ class Digest:
             value = function.__globals__[name]
             found += [name, value]
             if isinstance(value, types.ModuleType) and not is_installed(value.__name__):
-                found += [vars(value)[one] for one in names if one in vars(value)]
+                # What else the code names may be an attribute of this file, as in ``helpers.scale``.
+                for one in names:
+                    if one in vars(value):
+                        found.append(vars(value)[one])
         return found
 
     # A file name or line numbers do not count: code that was only moved is the same.
@@ -223,14 +229,19 @@ class Digest:
             code.co_flags,
         )  # fmt: skip
         # `x in {"a", "b"}` makes a frozenset, whose order depends on the hash seed of the process.
-        self._push(sorted(one, key=repr) if isinstance(one, frozenset) else one for one in code.co_consts)
+        constants: list[Any] = []
+        for constant in code.co_consts:
+            if isinstance(constant, frozenset):
+                constant = sorted(constant, key=repr)
+            constants.append(constant)
+        self._push(constants)
 
     def _add_content(self, value: Any) -> None:
         """A container, or an object with attributes; of others the type."""
         self._note(type(value).__module__, type(value).__qualname__)
         found: list[Any] = []
         if isinstance(value, dict):
-            found += self._items(value, [each for pair in pairs_of(value) for each in pair])
+            found += self._items(value, _flat(pairs_of(value)))
         elif isinstance(value, list | tuple | deque):
             found += self._items(value, items_of(value))
         elif isinstance(value, set | frozenset):
@@ -242,7 +253,9 @@ class Digest:
             found.append(type(value))
         attributes = own_attributes(value)
         if attributes is not None:
-            found += [each for key in sorted(attributes, key=str) for each in (key, attributes[key])]
+            # By the text of their names: Python allows attributes by other keys, which have no order among them.
+            for key in sorted(attributes, key=str):
+                found += [key, attributes[key]]
         for kind in type(value).__mro__:
             for slot in vars(kind).values():
                 if isinstance(slot, types.MemberDescriptorType) and not is_installed(kind.__module__):
@@ -254,6 +267,11 @@ class Digest:
         if len(items) > _MOST_ITEMS and all(isinstance(item, _ATOMS) for item in items):
             return items[:_MOST_ITEMS]
         return items
+
+
+def _flat(pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Keys and values in turn."""
+    return list(chain.from_iterable(pairs))
 
 
 def _counts(key: str, value: Any) -> bool:

@@ -168,11 +168,14 @@ def _methods_of_steps(module: nn.Module, others: Collection[types.FunctionType])
         module: Whose classes are looked at, and those of objects that it holds.
         others: Functions that may call methods, too.
     """
-    said_by_others = {name for function in others for name in names_in(function.__code__)}
+    said_by_others: set[str] = set()
+    for function in others:
+        said_by_others.update(names_in(function.__code__))
     methods = list(_methods_of(module))
-    called = {
-        name for child in module.modules() for kind in type(child).__mro__ if is_library(kind) for name in vars(kind)
-    }
+    called: set[str] = set()
+    for kind in _classes_of(module):
+        if is_library(kind):
+            called.update(vars(kind))
     before: set[str] = set(_BEFORE_STEPS)
     grown = True
     while grown:
@@ -189,10 +192,17 @@ def _methods_of_steps(module: nn.Module, others: Collection[types.FunctionType])
     return [function for name, function in methods if name not in before]
 
 
-def _methods_of(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+def _classes_of(module: nn.Module) -> dict[type, None]:
+    """The classes of the submodules with all of their bases, in the order in which they are met."""
+    # Each once: a model of a thousand layers has few classes.
     kinds: dict[type, None] = {}
     for child in module.modules():
         kinds.update(dict.fromkeys(type(child).__mro__))
+    return kinds
+
+
+def _methods_of(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+    kinds = _classes_of(module)
     # What a step calls may be the method of an object that the module holds.
     kinds.update(dict.fromkeys(classes_of_held(module)))
     for kind in kinds:

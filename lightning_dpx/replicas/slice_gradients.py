@@ -216,9 +216,13 @@ def join_input_gradients(
         return None
     # A list with an item for each row: the replicas have different items.
     if dim != -1 and is_sequence(first) and _hold_rows(parts, sizes, dim):
-        gradients = [[join_input_gradients([item], [1], device, -1, path) for item in part] for part in parts]
-        return type(first)(chain.from_iterable(gradients))
-    columns = zip(*([child for _, child in children_of(part) or ()] for part in parts), strict=True)
+        gradients = [join_input_gradients([item], [1], device, -1, path) for item in chain.from_iterable(parts)]
+        return type(first)(gradients)
+    rows: list[list[Any]] = []
+    for part in parts:
+        # Their names are those of the first part: all slices of a batch are made alike.
+        rows.append([child for _, child in children_of(part) or ()])
+    columns = zip(*rows, strict=True)
     merged = []
     for (name, _), column in zip(children, columns, strict=True):
         # -1 gives all that is in a container whole.

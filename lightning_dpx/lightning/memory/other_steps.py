@@ -73,4 +73,9 @@ class OtherSteps:
 
 
 def _names(steps: Iterable[SeenStep]) -> set[str]:
-    return {value.name for step in steps for profile in step.profiles for value in profile.values if value.name}
+    names: set[str] = set()
+    for step in steps:
+        for profile in step.profiles:
+            # What is only on the way to saved values has no name to be known by.
+            names.update(value.name for value in profile.values if value.name)
+    return names

@@ -35,7 +35,10 @@ def hide_optimizers(shadow: nn.Module) -> None:
 
     They lead to the strategy and all that it holds, which a profile would look through for what a step changes.
     """
-    hidden = [(vars(child), key, value) for child in shadow.modules() for key, value in attributes_stepped_in(child)]
+    hidden = []
+    for child in shadow.modules():
+        for key, value in attributes_stepped_in(child):
+            hidden.append((vars(child), key, value))
     for attributes, key, _ in hidden:
         attributes[key] = None
     _HIDDEN[shadow] = hidden

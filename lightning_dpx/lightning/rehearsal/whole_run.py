@@ -46,9 +46,10 @@ class _Start:
         self._states: list[tuple[Any, dict[Any, Any], list[dict[str, Any]]]] = []
         for optimizer in optimizers:
             states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
-            settings = [
-                {name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups
-            ]
+            settings = []
+            for group in optimizer.param_groups:
+                # The parameters themselves stay in their groups; only what they hold is put back.
+                settings.append({name: value for name, value in group.items() if name != "params"})
             self._states.append((optimizer, states, settings))
 
     def put_back(self) -> None:

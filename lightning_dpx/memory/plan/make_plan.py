@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import budget_error, of_compiled_whole, surely_needed
@@ -105,22 +106,21 @@ def plan_candidates(
     """
     chosen = make_planner(planner)
     # What fits as it is needs no search, and no plan is faster than one that drops nothing.
-    shares: Mapping[str, float] = {}
     # A search makes many objects and no cycles; one look for those, among all that a process with a
     # large library has imported, took as long as the search of a BERT.
     with COLLECTOR.resting():
         if budget is not None and profile.peak <= budget:
-            original, found = _as_it_is(profile)
+            searched = _as_it_is(profile)
         else:
-            shares, original, found = _with_or_without_shares(profile, budget, chosen)
-    best_one = found[0]
+            searched = _with_or_without_shares(profile, budget, chosen)
+    best_one = searched.found[0]
     # What is proved about values says nothing about compiled code that saves less.
-    is_proved = budget is not None and not shares
-    bound = _bound(profile, budget or 0, original, best_one.seconds) if is_proved else None
+    is_proved = budget is not None and not searched.shares
+    bound = _bound(profile, budget or 0, searched.problem, best_one.seconds) if is_proved else None
     # Without a budget the fewest bytes count, which need not be timed.
-    others = [] if budget is None else _of_other_sorts(found, budget)
-    step = with_shares(profile, shares)
-    shared = tuple(_decisions_about_code(profile, shares))
+    others = [] if budget is None else _of_other_sorts(searched.found, budget)
+    step = with_shares(profile, searched.shares)
+    shared = tuple(_decisions_about_code(profile, searched.shares))
     plans = []
     for mixed in (best_one, *others):
         plan = _plan_of(module, step, budget, chosen, mixed, bound)
@@ -128,32 +128,44 @@ def plan_candidates(
     return plans
 
 
-def _as_it_is(profile: Profile) -> tuple[Problem, list[Mixed]]:
+class _Searched(NamedTuple):
+    """What a search has found.
+
+    Attributes:
+        shares: Of compiled parts, with which the step was searched; none where it saves all.
+        problem: What was searched value by value.
+        found: The best first: all that is within the budget, or what is nearest to it.
+    """
+
+    shares: Mapping[str, float]
+    problem: Problem
+    found: list[Mixed]
+
+
+def _as_it_is(profile: Profile) -> _Searched:
     problem = Problem(profile)
-    return problem, [Mixed(frozenset(), problem, Choice())]
+    return _Searched({}, problem, [Mixed(frozenset(), problem, Choice())])
 
 
-def _with_or_without_shares(
-    profile: Profile, budget: int | None, chosen: Planner
-) -> tuple[Mapping[str, float], Problem, list[Mixed]]:
-    """Shares of compiled parts, none where the step is better without; and what was found for the step with them.
+def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
+    """What was found for the step with shares of compiled parts, or without where the step is better so.
 
     Raises:
         BudgetError: nothing is within the budget.
     """
     shares = shares_for(profile, budget) if chosen.replays else {}
     if not shares:
-        return {}, *_found(profile, budget, chosen)
-    tried: list[tuple[Mapping[str, float], Problem, list[Mixed]]] = []
+        return _found(profile, budget, chosen)
+    tried: list[_Searched] = []
     smallest: list[int] = []
     for some, step in ((shares, with_shares(profile, shares)), ({}, profile)):
         fits = budget is not None and step.peak <= budget
         try:
-            original, found = _as_it_is(step) if fits else _found(step, budget, chosen)
+            searched = _as_it_is(step) if fits else _found(step, budget, chosen)
         except BudgetError as error:
             smallest.append(error.smallest or profile.peak)
         else:
-            tried.append((some, original, found))
+            tried.append(searched._replace(shares=some))
     if not tried:
         raise BudgetError(
             f"A budget of {format_bytes(budget or 0)} for activations cannot be met; the smallest that can is "
@@ -161,7 +173,7 @@ def _with_or_without_shares(
             f"it is {format_bytes(profile.peak)}. {of_compiled_whole(profile)}Allow more, or use a smaller batch.",
             min(smallest),
         )
-    return min(tried, key=lambda each: each[2][0].forecast.rank(budget))
+    return min(tried, key=lambda searched: searched.found[0].forecast.rank(budget))
 
 
 def _decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iterator[Decision]:
@@ -171,8 +183,8 @@ def _decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iter
         yield Decision(path, "compiled code", num_bytes, seconds, "save less", share=share)
 
 
-def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Problem, list[Mixed]]:
-    """The value-by-value problem, and the choices that were found, best first: all that fit, or those nearest to it.
+def _found(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
+    """Searches values, and calls to replay beside them.
 
     Raises:
         BudgetError: nothing is within the budget.
@@ -197,7 +209,7 @@ def _found(profile: Profile, budget: int | None, chosen: Planner) -> tuple[Probl
             raise budget_error(profile, budget, smallest, surely, chosen.name, found[0].peak)
         # That search leads by other ways, and so may end within a budget that was missed.
         found = [_filled_up(smallest, budget)]
-    return original, found
+    return _Searched({}, original, found)
 
 
 def _filled_up(found: Mixed, budget: int) -> Mixed:

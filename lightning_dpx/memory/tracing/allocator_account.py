@@ -12,7 +12,7 @@ it, and tells the most bytes that were there at once beyond those that were ther
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -130,9 +130,12 @@ class HostAccount(Account):
         """The operator's blocks, and the most bytes of them at once."""
         if not started:
             return Taken()
-        # Every operator of a step comes here. Events of other kinds have no size.
-        threads = end_legacy_profiler()
-        blocks = [size for events in threads for event in events if (size := event.cpu_memory_usage())]
+        # Every operator of a step comes here.
+        blocks: list[int] = []
+        for event in chain.from_iterable(end_legacy_profiler()):
+            size = event.cpu_memory_usage()
+            if size:  # events of other kinds have none
+                blocks.append(size)
         return Taken(max(accumulate(blocks), default=0), blocks, sum(blocks))
 
 

@@ -75,7 +75,9 @@ class NumberJudge:
         whole = self._numbers[path]
         name = f"self.{path}"
         found = search.examine(whole, parts, name)
-        fitting = [rule for one in found for rule in one.rules if rule.kind in _OF_NUMBERS]
+        fitting: list[Rule] = []
+        for one in found:
+            fitting += [rule for rule in one.rules if rule.kind in _OF_NUMBERS]
         changes = joined_changes(parts, before)
         # Of a memory of all samples each slice changes other elements, whether it sets them or adds to them.
         if changes is not None and not changes[1] and self._is_alike(whole, changes[0]):
@@ -87,8 +89,11 @@ class NumberJudge:
         of_whole = increments([whole], before)
         if added is not None and of_whole is not None:
             found = search.examine(of_whole[0], added, name)
+            kinds: set[str] = set()
+            for one in found:
+                kinds.update(rule.kind for rule in one.rules)
             # Whether it is added to or set, a second step tells; until then it counts as added.
-            if any(rule.kind == "sum" for one in found for rule in one.rules):
+            if "sum" in kinds:
                 fitting.insert(0, Rule(kind="added"))
         return fitting
 
