@@ -328,6 +328,7 @@ def _hierarchical(node: Node, bucket: Bucket) -> Iterator[Copy]:
     groups = node.groups or halves(node.num_devices)
     # The bucket is cut once more, so that every device of a group leads a part of it.
     for turn, run in enumerate(split_at_boundaries(bucket.gradients, 2 * max(map(len, groups)))):
+        # Taken as if all of a run went to the owner of its first gradient.
         size = sum(bucket.gradients[index] for index in run)
         owner = bucket.owners[run[0]]
         ordered = sorted(groups, key=lambda group: owner not in group)
@@ -363,6 +364,7 @@ def messages_of(sizes: Sequence[float], owners: Sequence[int], small: float) -> 
     together: dict[int, float] = {}
     messages: list[tuple[int, float]] = []
     for owner, size in zip(owners, sizes, strict=True):
+        # Small ones of an owner travel as one, since each copy waits for the latency of its link.
         if size > small:
             messages.append((owner, size))
         else:

@@ -94,4 +94,5 @@ class Stopwatch:
             return 0.0
         if is_host(self._device):
             return float(self._marks[1] - self._marks[0])
+        # Events tell milliseconds.
         return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3

@@ -107,6 +107,7 @@ def names_of(name: str, options: Mapping[str, Any], *, trains: bool) -> tuple[st
     """
     on_step = options.get("on_step")
     on_epoch = options.get("on_epoch")
+    # As Lightning has it: unless told otherwise, a training step logs for the step, an evaluation for the epoch.
     if not (trains if on_step is None else on_step):
         return ()
     is_for_both = not trains if on_epoch is None else on_epoch

@@ -64,6 +64,7 @@ def shard_units(module: nn.Module, patterns: Sequence[str], mesh: Any) -> None:
     # Slow to import, and only of use here.
     from torch.distributed.fsdp import fully_shard
 
+    # Inner ones first: an outer unit takes the parameters that are in none yet.
     for path in sorted(_paths(module, patterns), key=_depth, reverse=True):
         fully_shard(module.get_submodule(path), mesh=mesh)
     left = [name for name, one in module.named_parameters() if not is_traceable_wrapper_subclass(one)]
@@ -88,6 +89,7 @@ def _paths(module: nn.Module, patterns: Sequence[str]) -> set[str]:
         wanted = "" if pattern == "." else pattern
         matching = {name for name in names if _matches(name, wanted)}
         if not matching:
+            # The first name is that of the module itself, which is empty.
             raise ConfigurationError(
                 f"--shard-units {pattern} names no module of {type(module).__name__}; it has "
                 f"{', '.join(name for name in names[1:8])}, ..."

@@ -76,12 +76,14 @@ class CommunicationHook:
 
         def wait() -> torch.Tensor:
             value: Any = future.wait()
+            # A hook may hand on the future of a collective as it is, whose value is a list of one tensor.
             mean: torch.Tensor = value[0] if isinstance(value, list) else value
             return mean
 
         return wait
 
 
+# Made when one is asked for: what PowerSGD remembers of gradients belongs to one run.
 NAMED_HOOKS: dict[str, Callable[[], CommunicationHook]] = {
     "bf16": lambda: CommunicationHook(None, bf16_compress_hook),
     "fp16": lambda: CommunicationHook(None, fp16_compress_hook),
@@ -102,6 +104,7 @@ def make_communication_hook(given: Any) -> CommunicationHook:
         return NAMED_HOOKS[given]()
     if isinstance(given, PowerSGDState):
         return CommunicationHook(given, powerSGD_hook)
+    # A pair from a YAML file is a list.
     if isinstance(given, tuple | list) and len(given) == 2 and callable(given[1]):
         return CommunicationHook(given[0], given[1])
     if callable(given):

@@ -109,12 +109,14 @@ class ReplicaRank:
         """Like :meth:`meet`, but those that do not come, because they have ended or wait elsewhere, are not missed."""
 
         def act_on_present(values: list[Any]) -> Any:
+            # The places of those that do not come hold nothing.
             return act([value for value in values if value is not None])
 
         return self.exchange(kind, value, act_on_present, optional=True)
 
     def exchange(self, kind: str, value: Any, act: Callable[[list[Any]], Any], *, optional: bool) -> Any:
         """What all meetings of this replica come to; see ``Rendezvous.exchange``."""
+        # No backward is a joint one then: in that a replica could not wait for another.
         self.rendezvous_slot.was_used = True
         return self.rendezvous_slot.meeting.exchange(self.rank, kind, value, act, optional=optional)
 

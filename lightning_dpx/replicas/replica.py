@@ -76,11 +76,10 @@ class Replica:
         self._entries = {reader: _entries(modules, reader) for reader in (submodules_of, parameters_of, buffers_of)}
 
     def _has_known_modules(self) -> bool:
-        """Whether a walk would find the modules of the last one.
-
-        It would where each of them has the children that it had. To compare their dicts entry by entry is done in C,
-        and takes a fifth of the time of a walk: 0.5 ms instead of 2.5 for 1,000 modules, twice in every step.
-        """
+        """Whether a walk would find the modules of the last one."""
+        # It would where each of them has the children that it had. To compare their dicts entry by entry
+        # is done in C, and takes a fifth of the time of a walk: 0.5 ms instead of 2.5 for 1,000 modules,
+        # twice in every step.
         is_as_wide = list(map(len, map(submodules_of, self.modules))) == self._num_children
         return is_as_wide and self._has_known(submodules_of)
 

@@ -200,11 +200,9 @@ class RowPartition:
 
 
 def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Neighbouring replicas on one physical device hand their rows to the first of them.
-
-    Running one slice of n rows there costs less than several small ones, and equals one device more closely. Only
-    neighbours are merged, so the samples stay in order.
-    """
+    """Neighboring replicas on one physical device hand their rows to the first of them."""
+    # Running one slice of n rows there costs less than several small ones, and equals one device more
+    # closely. Only neighbors are merged, so the samples stay in order.
     merged = list(sizes)
     first = 0
     for index in range(1, len(merged)):

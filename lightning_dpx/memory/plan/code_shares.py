@@ -97,6 +97,7 @@ class _Search:
             excess = self.peak - budget
             rates = []
             for path, level in self._steps():
+                # More than the excess is of no use: else a large part would go first where a small one does.
                 gain = min(excess, self._gain(path, level, moment))
                 if gain > 0:
                     rates.append((-gain / self._price(path, level), path, level))
@@ -132,6 +133,7 @@ class _Search:
 
     def _take(self, path: str, level: int) -> None:
         for at in self._calls[path]:
+            # Calls of one part may have been tried with fewer shares than its first one.
             self._chosen[at] = min(level, len(self._profile.codes[at].runs) - 1)
         runs = [call.runs[level] for call, level in zip(self._profile.codes, self._chosen, strict=True)]
         self._curve = _curve(self._profile, runs)
@@ -142,6 +144,7 @@ class _Search:
         for at in self._calls[path]:
             call = self._profile.codes[at]
             now, then = call.runs[self._chosen[at]], call.runs[min(level, len(call.runs) - 1)]
+            # Within its forward, between that and its backward, or within its backward.
             if call.begin < moment < call.end:
                 gain += now.forward - then.forward
             elif call.end <= moment <= call.asked:
@@ -156,6 +159,7 @@ class _Search:
         for at in self._calls[path]:
             runs = self._profile.codes[at].runs
             now, then = runs[self._chosen[at]], runs[min(level, len(runs) - 1)]
+            # A clock that jitters may show no more time for more work, which is then priced by the share.
             seconds += max(then.seconds - now.seconds, (now.share - then.share) * _JITTER * now.seconds)
         return max(seconds, _LEAST_SECONDS)
 

@@ -69,6 +69,7 @@ class MergeRules:
 
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
         """The step's result, merged by rule where one is known, and else as :func:`gather` does."""
+        # A step that returned nothing on its slice has no part in the result, and its rows do not count there.
         present = [row for row in zip(parts, weights.rows, weights.of_loss, strict=True) if row[0] is not None]
         if not present:
             return None
