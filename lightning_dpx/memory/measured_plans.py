@@ -101,14 +101,14 @@ def fastest_plan(
     if not tried:
         return plans[0]
     at("timing steps with plans")
-    meter = CostModel(torch.device("cpu"))  # only steps on the host are timed
+    costs = CostModel(torch.device("cpu"))  # only steps on the host are timed
     autocast = AmbientAutocast()
     forward = FreshForward(module, run, autocast.entered_by(nullcontext))
     try:
         with torch.enable_grad(), autocast.suspended():
-            ratios = _ratios(tried, timer or meter.timer(module), module, forward)
+            ratios = _ratios(tried, timer or costs.timer(module), module, forward)
     finally:
-        meter.forget_reach()
+        costs.forget_reach()
     if not ratios:
         return plans[0]
     # The first one stays unless another is faster for sure: measured times jitter, and a plan

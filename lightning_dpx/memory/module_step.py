@@ -47,8 +47,8 @@ def profile_module(
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
     home = device_of(module, batch)
-    meter = CostModel(home, agree=agreement_of(module))
-    return profile_step(module, loss_of(module, *batch), home, meter=meter, accumulates=accumulates)
+    costs = CostModel(home, agree=agreement_of(module))
+    return profile_step(module, loss_of(module, *batch), home, costs=costs, accumulates=accumulates)
 
 
 def loss_of(module: nn.Module, *batch: Any) -> Run:

@@ -105,10 +105,10 @@ def rank_memory(
 
     def on_fakes(numbers: bool) -> RankMemory:
         here = torch.device("cpu")
-        with faked(module, batch, target, here, numbers=numbers, sharded=True) as (inputs, meter):
+        with faked(module, batch, target, here, numbers=numbers, sharded=True) as (inputs, costs):
             _follow_parameters(module)
-            with meter.preserve_module_state(module), torch.enable_grad(), _following(module, plan, meter):
-                return _traced(module, step(inputs), meter, accumulates)
+            with costs.preserve_module_state(module), torch.enable_grad(), _following(module, plan, costs):
+                return _traced(module, step(inputs), costs, accumulates)
 
     try:
         with warnings.catch_warnings():
@@ -146,7 +146,7 @@ def _follow_parameters(module: nn.Module) -> None:
 
 
 @contextmanager
-def _following(module: nn.Module, plan: MemoryPlan | None, meter: FakeCosts) -> Iterator[None]:
+def _following(module: nn.Module, plan: MemoryPlan | None, costs: FakeCosts) -> Iterator[None]:
     """A context in which steps of ``module`` follow ``plan``, on fakes."""
     if plan is None or plan.keeps_all:
         yield
@@ -154,16 +154,16 @@ def _following(module: nn.Module, plan: MemoryPlan | None, meter: FakeCosts) -> 
     applied = apply_plan(module, plan)
     # A run has no fakes, and leaves those alone that torch itself makes.
     if applied.values is not None:
-        applied.values.kinds = meter.kinds
+        applied.values.kinds = costs.kinds
     try:
         yield
     finally:
         remove_plan(module)
 
 
-def _traced(module: nn.Module, run: Run, meter: FakeCosts, accumulates: bool) -> RankMemory:
+def _traced(module: nn.Module, run: Run, costs: FakeCosts, accumulates: bool) -> RankMemory:
     def forward_backward() -> None:
-        with meter.as_on_target(), planned(module):
+        with costs.as_on_target(), planned(module):
             result = run()
         if result is not None:
             result.backward()  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ def _traced(module: nn.Module, run: Run, meter: FakeCosts, accumulates: bool) ->
     forward_backward()
     if not accumulates:
         _forget_gradients(module)
-    trace: Any = meter.trace()
+    trace: Any = costs.trace()
     trace.resized = sharded_parameters(module)
     with trace:
         forward_backward()

@@ -89,9 +89,9 @@ def test_a_profile_stops_in_whichever_run_does_not_fit_and_leaves_nothing(roomy_
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 64))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     inputs = torch.randn(256, 64)
-    meter = NearlyFull(*[1000 * MIB] * roomy_runs, *[MIB // 4] * 8)
+    costs = NearlyFull(*[1000 * MIB] * roomy_runs, *[MIB // 4] * 8)
     with pytest.raises(torch.OutOfMemoryError, match="before the system would end the process"):
-        profile_step(module, lambda: module(inputs).square().mean(), torch.device("cpu"), meter=meter)
+        profile_step(module, lambda: module(inputs).square().mean(), torch.device("cpu"), costs=costs)
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name])
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -154,7 +154,7 @@ def test_a_trial_that_the_host_has_no_room_for_stops_the_profile(part: Callable[
     module = nn.Sequential(*(part() for _ in range(3)))
     inputs = torch.randn(256, 64, requires_grad=True)
     with pytest.raises(torch.OutOfMemoryError, match="before the system would end the process"):
-        profile_step(module, lambda: module(inputs).square().mean(), torch.device("cpu"), meter=FullInTrials())
+        profile_step(module, lambda: module(inputs).square().mean(), torch.device("cpu"), costs=FullInTrials())
 
 
 def test_tensors_without_memory_take_no_room() -> None:

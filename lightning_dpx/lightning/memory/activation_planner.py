@@ -299,7 +299,7 @@ class ActivationPlanner(Callback):
             step,
             replica.device,
             context=trainer.precision_plugin.train_step_context,
-            meter=CostModel(replica.device, agree=self._agree(trainer)),
+            costs=CostModel(replica.device, agree=self._agree(trainer)),
             accumulates=keeps_gradients(trainer),
         )
 

@@ -136,7 +136,7 @@ def _profile_slice(
                 lambda: end.loss(run(shadow, batch, rows)),
                 device,
                 # What little is left on the host may do, and fewer rows there are not.
-                meter=CostModel(device, watches_room=batch_slice.num_rows >= _FEWEST_ROWS),
+                costs=CostModel(device, watches_room=batch_slice.num_rows >= _FEWEST_ROWS),
                 accumulates=accumulates,
             )
         if profile.peak and not profile.requests and not backwards.have_run and not shadow.automatic_optimization:

@@ -55,14 +55,14 @@ def profile_absent(
     """
 
     def on_fakes(numbers: bool) -> Profile:
-        with faked(module, batch, target, here, numbers=numbers) as (inputs, meter):
-            meter.agree = agree
+        with faked(module, batch, target, here, numbers=numbers) as (inputs, costs):
+            costs.agree = agree
             return profile_step(
                 module,
                 step(inputs),
-                meter.device,
-                context=meter.as_on_target,
-                meter=meter,
+                costs.device,
+                context=costs.as_on_target,
+                costs=costs,
                 accumulates=accumulates,
             )
 
@@ -139,8 +139,8 @@ def _on_few_rows(
     def on(count: int) -> Profile:
         given = cut(count)
         here = device_of_step(module, given)
-        meter = RooflineCosts(here, target)
-        return profile_step(module, step(given), here, context=meter.as_on_target, meter=meter, accumulates=accumulates)
+        costs = RooflineCosts(here, target)
+        return profile_step(module, step(given), here, context=costs.as_on_target, costs=costs, accumulates=accumulates)
 
     # What the numbers rest on goes into the plan, and is shown with it.
     rule = f"for {target}: times by FLOPs and bytes"

@@ -428,7 +428,7 @@ def faked(
     # attributes of a module.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     numbers = numbers and is_host(here)
-    meter = FakeCosts(mode, here, target, numbers=numbers)
+    costs = FakeCosts(mode, here, target, numbers=numbers)
     fakes = _Fakes(mode, here, numbers=numbers, sharded=sharded)
     with _put_back(module), mode:
         # All are found before any is replaced, so that the walk meets no fakes.
@@ -443,12 +443,12 @@ def faked(
             module.to(here)  # there is nothing to move, but a LightningModule remembers the device
         for child, name, tensor in tensors:
             setattr(child, name, fakes.of(tensor))  # recurrent layers notice
-        yield tree_map_only(torch.Tensor, fakes.of, batch), meter
+        yield tree_map_only(torch.Tensor, fakes.of, batch), costs
     tensors.clear()
     fakes.clear()
     # Fakes that only cycles hold have been left by nothing, and would be told of below.
     gc.collect()
-    _warn_of(meter.left_behind)
+    _warn_of(costs.left_behind)
 
 
 def _warn_of(left_behind: int) -> None:

@@ -45,7 +45,7 @@ class Lifetimes:
 def natural_lifetimes(
     names: CallNames,
     run: Callable[[], Any],
-    meter: CostModel,
+    costs: CostModel,
     context: Callable[[], AbstractContextManager[Any]],
     *,
     copies: bool = False,
@@ -55,16 +55,16 @@ def natural_lifetimes(
     Args:
         names: Tells which module call is running.
         run: The forward.
-        meter: Makes the trace.
+        costs: Makes the trace.
         context: Entered for the forward.
         copies: Whether copies are kept, for a run that has backwards of its own.
 
     Raises:
         AsksItselfError: the run has a backward of its own, and no copies are kept.
     """
-    trace = meter.trace().follow_storages_only()
+    trace = costs.trace().follow_storages_only()
     hooks = _LifetimeHooks(names, trace, copies=copies)
-    hooks.kinds = meter.kinds
+    hooks.kinds = costs.kinds
     with trace, context(), hooks.active():
         result = run()
         count = len(trace.operators)

@@ -60,7 +60,7 @@ class WatchedReplay:
 
 
 class TriesReplays(Protocol):
-    """A meter, as far as this file knows it.
+    """A cost model, as far as this file knows it.
 
     Attributes:
         agree: Whether something holds in all processes, if they can be asked; see :class:`CostModel`.
@@ -280,7 +280,7 @@ class NotedCalls:
         """Autograd lets go of a small tensor."""
         self._small[number].end = self._trace.now
 
-    def try_all(self, meter: TriesReplays) -> None:
+    def try_all(self, costs: TriesReplays) -> None:
         """Makes calls again, outer ones first; those that do not give the same are no longer considered.
 
         All of a kind are tried or none: a plan is to treat equal layers alike.
@@ -298,11 +298,11 @@ class NotedCalls:
             if tensors > left:  # a smaller kind may still be tried
                 continue
             left -= tensors
-            self._right.update(self._right_of(numbers, meter))
+            self._right.update(self._right_of(numbers, costs))
         for noted in self._noted:
             noted.given = []
 
-    def _right_of(self, numbers: Sequence[int], meter: TriesReplays) -> list[int]:
+    def _right_of(self, numbers: Sequence[int], costs: TriesReplays) -> list[int]:
         """Those of a kind that give the same when they are made again.
 
         Each is tried, also within a call that was right: one of them alone may depend on what that call does round it
@@ -311,7 +311,7 @@ class NotedCalls:
         right = list[int]()
         for number in numbers:
             like = self._noted[right[0]] if right else None
-            if self._is_faithful(self._noted[number], meter, like):
+            if self._is_faithful(self._noted[number], costs, like):
                 right.append(number)
         # One of them may have been hit by whatever else the machine did at that moment; equal layers
         # are to have equal prices.
@@ -320,9 +320,9 @@ class NotedCalls:
             self._noted[number].seconds = typical
         return right
 
-    def _is_faithful(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
+    def _is_faithful(self, noted: _Noted, costs: TriesReplays, like: _Noted | None) -> bool:
         try:
-            return self._is_right(noted, meter, like)
+            return self._is_right(noted, costs, like)
         # That says nothing of the call: whatever is alive then, the profile needs fewer rows.
         except HostFullError:
             raise
@@ -348,7 +348,7 @@ class NotedCalls:
         sizes = tuple(size for _, (_, size) in self._numbered(noted))
         return type(noted.call.module), len(noted.call.arguments.tensors), noted.call.draws.drew, sizes
 
-    def _is_right(self, noted: _Noted, meter: TriesReplays, like: _Noted | None) -> bool:
+    def _is_right(self, noted: _Noted, costs: TriesReplays, like: _Noted | None) -> bool:
         """Makes the call again; ``like`` is one of its kind that was watched already."""
         given = _given_to(noted)
         if given is None:
@@ -362,14 +362,14 @@ class NotedCalls:
         # only timed and compared.
         is_right = True
         if like is None:
-            watched = meter.watched_replay(replay())
+            watched = costs.watched_replay(replay())
             noted.talks = watched.trace.communicates
             # In a backward the other processes would not answer, unless all replay the call.
-            if noted.talks and meter.agree is None:
+            if noted.talks and costs.agree is None:
                 return False
             self._watch(noted, watched)
             # Both times: what gives other numbers every second time would be right the next.
-            is_right = self._are_right(noted, watched.found, meter)
+            is_right = self._are_right(noted, watched.found, costs)
             # One that talks is made again as often in all processes, whatever it gives here.
             if not (is_right or noted.talks):
                 return False
@@ -377,21 +377,21 @@ class NotedCalls:
             noted.talks = like.talks
             noted.most = like.most
             noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
-        trial = meter.timed_replay(replay())
+        trial = costs.timed_replay(replay())
         noted.seconds = trial.seconds
-        is_right = is_right and self._are_right(noted, trial.found, meter)
-        if noted.talks and meter.agree is not None:
-            return meter.agree(is_right)
+        is_right = is_right and self._are_right(noted, trial.found, costs)
+        if noted.talks and costs.agree is not None:
+            return costs.agree(is_right)
         return is_right
 
-    def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], meter: TriesReplays) -> bool:
+    def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], costs: TriesReplays) -> bool:
         """Whether these are what the call saved; of bytes, some may be what a library keeps and never writes."""
         for again, (_, (held, _)) in zip(found, self._numbered(noted), strict=True):
             original = _tensor_of(held)
             if original is None or again is None or again.dtype == torch.uint8:
                 continue
             again, original = part_here(again), part_here(original)
-            if again.shape != original.shape or again.dtype != original.dtype or not meter.is_same(again, original):
+            if again.shape != original.shape or again.dtype != original.dtype or not costs.is_same(again, original):
                 return False
         return True
 

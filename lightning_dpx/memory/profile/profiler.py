@@ -66,7 +66,7 @@ def profile_step(
     *,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    meter: CostModel | None = None,
+    costs: CostModel | None = None,
     accumulates: bool = False,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
@@ -78,7 +78,7 @@ def profile_step(
         device: Where to look at the memory.
         backward: What to do with the result of ``run``.
         context: Entered for every forward, for example autocast.
-        meter: What watches the step; one that measures on ``device`` unless given.
+        costs: What watches the step; one that measures on ``device`` unless given.
         accumulates: Whether every parameter that is trained has a gradient already, to which backward adds another
             that is there at the same time. Unless given, those have that have one now.
 
@@ -94,7 +94,7 @@ def profile_step(
         run=run,
         backward=backward,
         context=autocast.entered_by(context),
-        meter=meter or CostModel(device),
+        costs=costs or CostModel(device),
         accumulates=accumulates,
     )
     # The garbage collector would search all that is watched, again and again, for a third of the time.
@@ -102,7 +102,7 @@ def profile_step(
         try:
             return _profiled(step, compiled)
         finally:
-            step.meter.forget_reach()
+            step.costs.forget_reach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class _Step:
     run: Run
     backward: Callable[[torch.Tensor], None]
     context: Callable[[], AbstractContextManager[Any]]
-    meter: CostModel
+    costs: CostModel
     accumulates: bool
 
     @property
@@ -148,16 +148,16 @@ class _Step:
 
 def _profiled(step: _Step, compiled: bool) -> Profile:
     """All that is found out about a step, some of whose parts may be compiled."""
-    meter = step.meter
+    costs = step.costs
     with disable_current_modes():
         # It runs a small model for real, which the modes of fake tensors and of whoever calls this
         # would change; the figure is remembered, and asked for again below.
-        meter.bookkeeping()  # before hooks of ours are on
-    timer = meter.timer(step.module)
+        costs.bookkeeping()  # before hooks of ours are on
+    timer = costs.timer(step.module)
     # Steps are timed before anything watches them, and uncompiled, as they are watched below: the
     # extra time of a plan is a share of the same operators.
     times = None
-    if meter.times_steps:
+    if costs.times_steps:
         at("timing steps")
         with uncompiled(), torch.enable_grad():
             times = timer.least(step.forward, step.backward)
@@ -165,7 +165,7 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
     profile = _watched(step)
     if compiled:
         profile = _with_compiled_code(step, profile, accumulates=accumulates, runs=times is not None)
-    bookkeeping = meter.bookkeeping()
+    bookkeeping = costs.bookkeeping()
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
     profile = replace(profile, step_seconds=times[0], forward_seconds=times[1])
@@ -183,7 +183,7 @@ def _with_compiled_code(step: _Step, profile: Profile, *, accumulates: bool, run
     """The profile of a step that was watched uncompiled, with what its compiled parts take and could save less."""
     if runs and not step.by_hand:
         at("watching compiled code")
-        return with_compiled_code(profile, step.module, step, step.meter.device, accumulates=accumulates)
+        return with_compiled_code(profile, step.module, step, step.costs.device, accumulates=accumulates)
     warnings.warn(
         "What compiled code takes inside itself is predicted from its operators one by one, as it was not run, and the "
         "peak may be another one.",
@@ -221,20 +221,20 @@ def _watched(step: _Step) -> Profile:
     """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
     names = CallNames(step.module)
     counts = CallCounts()
-    meter = step.meter
+    costs = step.costs
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
         at("watching a forward")
         try:
-            with uncompiled(), meter.preserve_module_state(step.module), torch.enable_grad():
-                lifetimes = natural_lifetimes(names, step.run, meter, step.context, copies=step.by_hand)
+            with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
+                lifetimes = natural_lifetimes(names, step.run, costs, step.context, copies=step.by_hand)
         except AsksItselfError as asked:
             # Nothing was kept for the backward that the step runs itself: it runs again, with
             # copies. The frames of the error would hold tensors of the run that was broken off.
             traceback.clear_frames(asked.__traceback__)
-            with uncompiled(), meter.preserve_module_state(step.module), torch.enable_grad():
-                lifetimes = natural_lifetimes(names, step.run, meter, step.context, copies=True)
-        with uncompiled(), meter.preserve_module_state(step.module), torch.enable_grad():
+            with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
+                lifetimes = natural_lifetimes(names, step.run, costs, step.context, copies=True)
+        with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
             at("watching a step")
             # Python's collector rests, so what the last run has left in cycles is still there, and
             # would be there beside all of the next one.
@@ -321,15 +321,15 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         lifetimes: How long its tensors live by themselves.
         counts: Counts calls.
     """
-    meter = step.meter
-    trace = meter.trace()
-    hooks = ProfilingHooks(names, trace, meter, ShardedUnits(step.module))
+    costs = step.costs
+    trace = costs.trace()
+    hooks = ProfilingHooks(names, trace, costs, ShardedUnits(step.module))
     names.listener = hooks.calls
     gradients = _Gradients(step.module, trace)
     with trace, gradients:
         with step.context(), hooks.active(), counts.active():
             result = step.run()
-        synchronize(meter.device)
+        synchronize(costs.device)
         forward_events = trace.now
         forward_operators = len(trace.operators)
         forward_seconds = trace.seconds
@@ -344,7 +344,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         else:
             hooks.try_new_values()
             step.backward(result)
-        synchronize(meter.device)
+        synchronize(costs.device)
     # The graph goes with the loss: what happens from here on is not part of the step.
     end = trace.now
     del result
@@ -364,9 +364,9 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         forward_events=forward_events,
         step_seconds=trace.seconds,
         forward_seconds=forward_seconds,
-        offloading_room=meter.offloading_room(),
-        hides_copies=meter.hides_copies,
-        basis=meter.basis,
+        offloading_room=costs.offloading_room(),
+        hides_copies=costs.hides_copies,
+        basis=costs.basis,
         saves=tuple(saves),
         operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
         calls=calls,

@@ -45,7 +45,7 @@ class ProfilingHooks(Rematerialisation):
     Args:
         names: Tells which module call is running.
         trace: Tells of the memory.
-        meter: Tries values.
+        costs: Tries values.
         units: What may be made again where parameters are sharded.
 
     Attributes:
@@ -55,11 +55,11 @@ class ProfilingHooks(Rematerialisation):
         is_over: Whether the backward that comes is the step's last one.
     """
 
-    def __init__(self, names: CallNames, trace: MemoryTrace, meter: CostModel, units: ShardedUnits) -> None:
+    def __init__(self, names: CallNames, trace: MemoryTrace, costs: CostModel, units: ShardedUnits) -> None:
         super().__init__(names)
-        self.kinds = meter.kinds
+        self.kinds = costs.kinds
         self._trace = trace
-        self._meter = meter
+        self._costs = costs
         self.found: FoundValues = FoundValues()
         self.log: AutogradLog = AutogradLog(trace)
         self.calls: NotedCalls = NotedCalls(names, trace, self._saved_as, units)
@@ -243,16 +243,16 @@ class ProfilingHooks(Rematerialisation):
             return
         self._holders.clear()
         self._refuse_written()
-        synchronize(self._meter.device)
+        synchronize(self._costs.device)
         try:
-            with disable_current_modes(), self._meter.trying():
-                tried = try_values(dict(self._new), self.refused, self._tried, self.found, self._meter)
+            with disable_current_modes(), self._costs.trying():
+                tried = try_values(dict(self._new), self.refused, self._tried, self.found, self._costs)
                 if self.is_over:
                     # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
                     self.found.add_dead({**self._tried})
                 if tries_calls:
                     self._has_tried_calls = True
-                    self.calls.try_all(self._meter)
+                    self.calls.try_all(self._costs)
         finally:
             self._new.clear()  # also where memory runs out: then all that is held goes
         for index, reference in self._untried:

@@ -61,16 +61,16 @@ def step_seconds(
     """
 
     def on_fakes(numbers: bool) -> StepSeconds:
-        with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, meter):
-            return _watched(module, step(inputs), meter, rates)
+        with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, costs):
+            return _watched(module, step(inputs), costs, rates)
 
     def on_rows(why: str) -> StepSeconds:
         rows, cut = few()
 
         def on(count: int) -> StepSeconds:
             given = cut(count)
-            meter = RooflineCosts(device_of_step(module, given), target)
-            return _watched(module, step(given), meter, rates)
+            costs = RooflineCosts(device_of_step(module, given), target)
+            return _watched(module, step(given), costs, rates)
 
         warnings.warn(
             f"Fake tensors cannot run this step of {type(module).__name__} ({why}): its time is that of the operators "
@@ -103,13 +103,13 @@ def _on_line(parts: tuple[tuple[int, StepSeconds], tuple[int, StepSeconds]], row
     )
 
 
-def _watched(module: nn.Module, run: Run, meter: RooflineCosts, rates: Rates) -> StepSeconds:
+def _watched(module: nn.Module, run: Run, costs: RooflineCosts, rates: Rates) -> StepSeconds:
     """The times of one step, which leaves nothing behind."""
-    with meter.preserve_module_state(module), torch.enable_grad():
+    with costs.preserve_module_state(module), torch.enable_grad():
         # Made inside, as it tells the context above of writes, which are put back.
-        trace: Any = meter.trace()
+        trace: Any = costs.trace()
         trace.rates = rates
-        return _timed(module, run, meter.as_on_target, trace)
+        return _timed(module, run, costs.as_on_target, trace)
 
 
 def _timed(module: nn.Module, run: Run, context: Callable[[], Any], trace: Any) -> StepSeconds:

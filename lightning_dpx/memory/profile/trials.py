@@ -30,7 +30,7 @@ def try_values(
     refused: Mapping[str, str],
     tried: "weakref.WeakKeyDictionary[Value, int]",
     found: FoundValues,
-    meter: CostModel,
+    costs: CostModel,
 ) -> list[Value]:
     """Makes every value again that can be; in the order of backward, because that is when it will happen.
 
@@ -39,7 +39,7 @@ def try_values(
         refused: Why there is no recipe for some of them, by name.
         tried: The numbers of those of earlier backwards; gets those of the new ones.
         found: Gets what is found out.
-        meter: Tries them.
+        costs: Tries them.
 
     Returns:
         The new values, with those that are not saved on the way to them.
@@ -47,16 +47,16 @@ def try_values(
     # What was tried in an earlier backward has its number, and new values may be made from it.
     order: dict[Value, int] = dict(tried)
     new = _in_order(spans, order, len(found.values))
-    trials = _Trials(order, meter)
-    _compress_masks(spans, trials, meter)
+    trials = _Trials(order, costs)
+    _compress_masks(spans, trials, costs)
     for value in new:
         trials.refused[value] = "" if value.make is not None else refused.get(value.name, "")
-    _try_all(spans, trials, meter)
+    _try_all(spans, trials, costs)
     _judge_calls(spans, trials.refused)
-    if meter.offloads:
-        _offload_refused(spans, trials, meter)
+    if costs.offloads:
+        _offload_refused(spans, trials, costs)
     trials.level()
-    _number_storages(spans, trials, found, meter.device)
+    _number_storages(spans, trials, found, costs.device)
     for value in new:  # inputs come first, which planners rely on
         why = trials.refused[value] if value in spans else ""  # on the way to others, it is made again whatever it is
         found.values.append(trials.saved_value(value, why, found.saved.get(value.name, 0)))
@@ -69,7 +69,7 @@ class _Trials:
 
     Args:
         order: Their numbers.
-        meter: Tries them.
+        costs: Tries them.
 
     Attributes:
         order: As given.
@@ -83,10 +83,10 @@ class _Trials:
         storages: The number of the storage that each is in, of those that the step has allocated.
     """
 
-    def __init__(self, order: dict[Value, int], meter: CostModel) -> None:
+    def __init__(self, order: dict[Value, int], costs: CostModel) -> None:
         self.order = order
         self.seconds = dict.fromkeys(order, 0.0)
-        self.sizes = {value: _bytes_on(meter.device, value.tensor) for value in order}
+        self.sizes = {value: _bytes_on(costs.device, value.tensor) for value in order}
         self.refused: dict[Value, str] = {}
         self.memory = _Beside()
         self.compact: dict[Value, int] = {}
@@ -96,26 +96,26 @@ class _Trials:
         self._kinds: dict[Value, _Kind] = {}
         self._times: dict[_Kind, list[float]] = {}
 
-    def make(self, value: Value, meter: CostModel) -> torch.Tensor:
+    def make(self, value: Value, costs: CostModel) -> torch.Tensor:
         """Makes ``value`` again, and notes what that takes.
 
         What is one of many is made once, to see that it is right: the others tell the time. A first one may fill
         caches, for example of what a library compiled for these shapes, so it is made twice.
         """
-        trial = meter.tried(value)
+        trial = costs.tried(value)
         if value.tensor is None:  # nothing was known of it
-            self.sizes[value] = 0 if _is_view_of(value, trial.tensor) else _bytes_on(meter.device, trial.tensor)
+            self.sizes[value] = 0 if _is_view_of(value, trial.tensor) else _bytes_on(costs.device, trial.tensor)
         kind = self._kind_of(value)
         is_known = len(self._times.get(kind, ())) >= _FEWEST_TIMES
         if is_known:
             # Its own time counts for nothing: it may have found its inputs in no cache.
             self._kinds[value] = kind
-        elif meter.is_sure_at_once:
+        elif costs.is_sure_at_once:
             self.note(value, trial.seconds)
         else:
             first = trial.seconds
             del trial  # or the account would find it beside the next one
-            trial = meter.tried(value)
+            trial = costs.tried(value)
             self.note(value, min(first, trial.seconds))
         self.memory.beside[value] = max(0, trial.most - self.sizes[value])
         return trial.tensor
@@ -167,13 +167,13 @@ class _Trials:
         )
 
 
-def _compress_masks(found: dict[Value, Allocation | None], trials: "_Trials", meter: CostModel) -> None:
+def _compress_masks(found: dict[Value, Allocation | None], trials: "_Trials", costs: CostModel) -> None:
     """Notes the bytes and seconds of the masks among ``found``, compressed."""
     for value, span in found.items():
         # What an operator made can be repeated; of a mask nothing in the graph tells who drew it.
         if value.operator or span is None:
             continue
-        known = meter.compressed(value, span)
+        known = costs.compressed(value, span)
         if known is None:
             continue
         trials.compact[value], seconds = known
@@ -183,7 +183,7 @@ def _compress_masks(found: dict[Value, Allocation | None], trials: "_Trials", me
             forget_recipe(value)
 
 
-def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
+def _try_all(found: dict[Value, Allocation | None], trials: _Trials, costs: CostModel) -> None:
     """Makes them again, and notes why where that fails."""
     refused = trials.refused
     for number, value in enumerate(reversed(list(found))):
@@ -193,17 +193,17 @@ def _try_all(found: dict[Value, Allocation | None], trials: _Trials, meter: Cost
             continue
         try:
             # Also what is elsewhere or was there before: others may be made from it.
-            refused[value] = _try(value, trials, meter)
+            refused[value] = _try(value, trials, costs)
         except Exception as error:
             if is_out_of_memory(error):
                 raise  # fewer rows may do, and the caller knows how to get them
             refused[value] = f"{value.operator} failed when repeated: {error}"
 
 
-def _offload_refused(found: dict[Value, Allocation | None], trials: _Trials, meter: CostModel) -> None:
+def _offload_refused(found: dict[Value, Allocation | None], trials: _Trials, costs: CostModel) -> None:
     """What cannot be made again may still go to the host's memory and come back."""
     named = [value for value, span in found.items() if value.name and span is not None]
-    trials.copying = _copying(named, meter)
+    trials.copying = _copying(named, costs)
     trials.offloaded = {value for value in trials.copying if trials.refused[value]}
     for value in trials.offloaded:
         # Once out in forward, and once back in backward.
@@ -290,7 +290,7 @@ class _Beside:
         return course.gone.get(value.inputs[1], len(course.stretches))
 
 
-def _try(value: Value, trials: _Trials, meter: CostModel) -> str:
+def _try(value: Value, trials: _Trials, costs: CostModel) -> str:
     """Repeats the operator of ``value``, and unsaved ones on the way; says what is wrong with the result."""
     # A profile keeps what is saved, so only what is on the way to it is missing: each is made
     # once, and goes when all that is made from it has been tried.
@@ -309,25 +309,25 @@ def _try(value: Value, trials: _Trials, meter: CostModel) -> str:
                 argument.tensor()  # refuses what was written to since; what is kept here is a copy
             # The call runs once more to be watched, because what it takes depends on what is
             # wanted of it.
-            trials.memory.courses[top] = _course_of(top, meter)
-        top.tensor = trials.make(top, meter)
+            trials.memory.courses[top] = _course_of(top, costs)
+        top.tensor = trials.make(top, costs)
         stack.pop()
         used(top)
-    again = trials.make(value, meter)
+    again = trials.make(value, costs)
     used(value)
     original = value.held()  # the profile keeps everything
     operator = value.operator or "the call that saves it"
     if again.shape != original.shape or again.dtype != original.dtype:
         return f"{operator} gave another shape or dtype when repeated"
-    if meter.is_same(again, original):
+    if costs.is_same(again, original):
         return ""
     return f"{operator} gave other numbers when repeated"
 
 
-def _course_of(call: Value, meter: CostModel) -> CallCourse:
+def _course_of(call: Value, costs: CostModel) -> CallCourse:
     """What ``call`` takes; without room on its device to find out, it counts as one that cannot be made again."""
     try:
-        return raises_out_of_memory(meter.course_of)(call)
+        return raises_out_of_memory(costs.course_of)(call)
     except HostFullError:
         raise
     except torch.OutOfMemoryError as error:
@@ -342,7 +342,7 @@ def _bytes_on(device: torch.device, tensor: torch.Tensor | None) -> int:
     return 0
 
 
-def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:
+def _copying(values: Iterable[Value], costs: CostModel) -> dict[Value, float]:
     """What a copy of each takes; equal sizes are measured once."""
     by_size: dict[int, float] = {}
     seconds: dict[Value, float] = {}
@@ -351,7 +351,7 @@ def _copying(values: Iterable[Value], meter: CostModel) -> dict[Value, float]:
         if tensor is None:
             continue
         if tensor.nbytes not in by_size:
-            by_size[tensor.nbytes] = meter.copy_seconds(tensor)
+            by_size[tensor.nbytes] = costs.copy_seconds(tensor)
         seconds[value] = by_size[tensor.nbytes]
     return seconds
 

@@ -64,7 +64,7 @@ def costs() -> CountingCosts:
 def test_of_equal_operators_a_few_are_timed(costs: CountingCosts) -> None:
     module = nn.Sequential(*(Mixer() for _ in range(LAYERS)))
     x = torch.randn(512, 32)
-    profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
+    profile = profile_step(module, lambda: module(x).sum(), CPU, costs=costs)
     exps = [value for value in profile.values if value.operator.startswith("Exp")]
     assert len(exps) == LAYERS
     assert not any(value.refused for value in exps), "each was made again and compared"
@@ -76,7 +76,7 @@ def test_of_equal_operators_a_few_are_timed(costs: CountingCosts) -> None:
 def test_calls_within_calls_that_were_right_are_tried_as_well(costs: CountingCosts) -> None:
     module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     x = torch.randn(512, 32)
-    profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
+    profile = profile_step(module, lambda: module(x).sum(), CPU, costs=costs)
     assert costs.calls == {"Layer": LAYERS, "Mixer": 2 * LAYERS}
     kinds = Counter(call.kind for call in profile.calls)
     assert kinds == {"Layer": LAYERS, "Mixer": 2 * LAYERS}
@@ -111,7 +111,7 @@ class Scaling(nn.Module):
 def test_a_call_that_is_right_only_within_another_one_is_not_made_again_by_itself(costs: CountingCosts) -> None:
     module = nn.Sequential(*(Scaling() for _ in range(LAYERS)))
     x = torch.randn(512, 32)
-    profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
+    profile = profile_step(module, lambda: module(x).sum(), CPU, costs=costs)
     assert Counter(call.kind for call in profile.calls) == {"Scaling": LAYERS}
 
 
@@ -133,6 +133,6 @@ class OneScaled(nn.Module):
 def test_one_call_of_many_equal_ones_that_is_right_only_within_another_one_is_found(costs: CountingCosts) -> None:
     module = nn.Sequential(OneScaled(), OneScaled())
     x = torch.randn(512, 32)
-    profile = profile_step(module, lambda: module(x).sum(), CPU, meter=costs)
+    profile = profile_step(module, lambda: module(x).sum(), CPU, costs=costs)
     assert Counter(call.kind for call in profile.calls) == {"OneScaled": 2, "Scaled": 2 * (LAYERS - 1)}
     assert not {"0.parts.2", "1.parts.2"} & {call.name for call in profile.calls}
