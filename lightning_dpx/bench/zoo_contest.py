@@ -141,7 +141,7 @@ def compare_zoo(
         except ModuleNotFoundError as error:
             package = (error.name or str(error)).partition(".")[0]
             missing(f"{name} {_MISSING.format(package, package)}")
-        # A model may be held in circles only, and the next one should not find its memory.
+        # A model may be held in reference cycles only, and the next one should not find its memory.
         gc.collect()
     return found
 

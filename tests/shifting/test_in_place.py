@@ -241,7 +241,7 @@ def test_a_trainer_refuses_at_setup_where_the_module_has_an_example(devices: int
     trainer = make_trainer(strategy=strategy, accelerator="sim", devices=devices)
     with pytest.raises(dpx.UnsupportedError, match=message):
         trainer.fit(model, make_loader(), make_loader())
-    assert (model.steps, model.forwards) == (0, 0), "a stand-in ran"
+    assert (model.steps, model.forwards) == (0, 0), "a shadow module ran"
     model.head[0].inplace = False
     strategy = dpx.DPXStrategy(shifts=shifts, shift_activations=["head"])
     make_trainer(strategy=strategy, accelerator="sim", devices=devices, max_epochs=1).fit(

@@ -60,7 +60,7 @@ from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
 class ActivationPlanner(Callback):
     """Fits the activations of every training step into a budget, under any strategy that runs one module per process.
 
-    The first batch is profiled on a stand-in of the module, before its step, and so is every batch that is larger in
+    The first batch is profiled on a shadow of the module, before its step, and so is every batch that is larger in
     some dim than any before: one plan then keeps all of these shapes within the budget. A step that saves what none of
     them has saved, because it skips layers or chooses among them, is announced, and the coming ones are profiled until
     one of them has shown it. Of several processes all plan when one must, each for its own batches. ``strategy="dpx"``
@@ -121,7 +121,7 @@ class ActivationPlanner(Callback):
         self._step = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses the strategy that plans by itself, and those that no stand-in can be made for."""
+        """Refuses the strategy that plans by itself, and those that no shadow module can be made for."""
         if isinstance(trainer.strategy, DPXStrategy):
             raise ConfigurationError(
                 'ActivationPlanner is for other strategies; give DPXStrategy(memory_budget="8GiB") its budget.'

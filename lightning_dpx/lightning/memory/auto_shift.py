@@ -51,7 +51,7 @@ def shift_what_does_not_fit(
     Args:
         replicas: The replicas.
         slices: The parts of the first batch.
-        run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+        run: ``run(module, rows, num_rows)``: the training step of a replica's shadow module.
         optimizers: Their state follows the parameters.
         budgets: What each device may take. Where no cut meets them, the one that lacks least is taken, and a plan meets
             the budgets by computing again.

@@ -120,7 +120,7 @@ class EvaluationCuts:
         return bool(cannot or session.step.holds_gradients or session.whole_batches.reason_for(name) is not None)
 
     def _measured(self, call: Call) -> EvaluationBytes | None:
-        """What the step takes, by two runs of a stand-in on a few rows; ``None`` where it does not run on those."""
+        """What the step takes, by two runs of a shadow module on a few rows; ``None`` where those do not run."""
         strategy = self._session.strategy
         # Small parts, as the whole batch is what may not fit; two of them, for a line.
         few = max(1, call.num_rows // 8)

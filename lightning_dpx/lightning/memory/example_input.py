@@ -46,7 +46,7 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
         rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
         return []
     finally:
-        gc.collect()  # a stand-in and its gradients refer to each other in circles
+        gc.collect()  # a shadow module and its gradients are in reference cycles
 
 
 def _first_row(example: Any, replicas: ReplicaSet) -> Any:

@@ -64,7 +64,7 @@ class OutOfMemory:
                 # The text alone is kept: the error leads to the frames, and they to the
                 # tensors of the failed step.
                 what = str(error).splitlines()[0]
-            # Graphs and modules refer to each other in circles, and what they hold is needed now.
+            # Graphs and modules are in reference cycles, and what they hold is needed now.
             free_garbage()
             self._left -= 1
             plan = tighten()

@@ -158,7 +158,7 @@ class MemoryPlanning:
         Raises:
             BudgetError: there is none.
         """
-        gc.collect()  # what is there in circles only is no reason
+        gc.collect()  # what is there in reference cycles only is no reason
         # No rows are known yet. Reversed, so that the first replica of each device is the
         # one that stays in the dict.
         firsts = {replica.device: BatchSlice(replica, 0, None) for replica in reversed(replicas.replicas)}
@@ -232,7 +232,7 @@ class MemoryPlanning:
         Args:
             replicas: The replicas.
             slices: Of a batch; nothing new is planned if each is within a known one.
-            run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+            run: ``run(module, rows, num_rows)``: the training step of a replica's shadow module.
             static: What a step needs beside activations.
             source: Where they come from, if they are not trained on.
 
@@ -333,7 +333,7 @@ class MemoryPlanning:
             return
         if not self._lacking(replicas, slices, static(slices)):
             return
-        gc.collect()  # what is there in circles only is no reason
+        gc.collect()  # what is there in reference cycles only is no reason
         held = static(slices)
         lacking = self._lacking(replicas, slices, held)
         if lacking:
@@ -386,7 +386,8 @@ class MemoryPlanning:
         Raises:
             BudgetError: a device cannot meet its budget; the plans of before stay.
         """
-        gc.collect()  # what the profiled steps, or a run before, have left in circles is no reason to plan for less
+        # What the profiled steps, or a run before, have left in reference cycles is no reason to plan for less.
+        gc.collect()
         decided = dict[torch.device, DeviceDecision]()
         for home, here in by_device(slices).items():
             before = self.devices.decided.get(home)

@@ -1,4 +1,4 @@
-"""A training step of one replica, profiled on a stand-in before it happens."""
+"""A training step of one replica, profiled on a shadow module before it happens."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -103,12 +103,12 @@ def profile_slice(
     accumulates: bool = False,
     parts: int = 1,
 ) -> Profile:
-    """A step on ``batch_slice``, run by a stand-in; extrapolated from fewer rows where all do not fit.
+    """A step on ``batch_slice``, run by a shadow module; extrapolated from fewer rows where all do not fit.
 
     Args:
         replicas: All of them.
         batch_slice: What one of them gets.
-        run: ``run(module, rows, num_rows)``: the training step of a stand-in for a replica.
+        run: ``run(module, rows, num_rows)``: the training step of a replica's shadow module.
         device: The device whose memory is looked at; the replica's own unless given.
         accumulates: Whether gradients are added to those of earlier batches.
         parts: Of so many such slices a replica's rows will consist.
@@ -148,7 +148,7 @@ def _profile_slice(
     # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-    free_garbage()  # a stand-in and its gradients refer to each other in circles
+    free_garbage()  # a shadow module and its gradients are in reference cycles
     # A line needs two profiles, on two rows at the least: batch norm does not train on one.
     if batch_slice.num_rows < _FEWEST_ROWS:
         raise PlanError(
@@ -292,7 +292,7 @@ class _EndOfSlice:
 
     Args:
         replicas: All of them.
-        shadow: The stand-in that runs the step.
+        shadow: The shadow module that runs the step.
         parts: Of so many such slices a replica's rows will consist.
     """
 
@@ -370,7 +370,7 @@ def _shadow_of(replicas: ReplicaSet, batch_slice: BatchSlice) -> Any:
     if not shadow.automatic_optimization:
         hide_optimizers(shadow)
     # Replicas share the metrics of the first, whose states are on its device, and in a real step hand them their rows.
-    # The step of a stand-in updates them itself.
+    # The step of a shadow module updates them itself.
     for child in shadow.modules():
         if isinstance(child, Metric):
             child.to(batch_slice.replica.device)

@@ -163,7 +163,7 @@ class StepMemory(NoStepMemory):
         if not session.options.chooses_micro_batches or not is_open:
             return False
         self._planning.end_plan()  # the profiles of a choice take more than any plan allows
-        gc.collect()  # what is there in circles only is no reason for more micro-batches
+        gc.collect()  # what is there in reference cycles only is no reason for more micro-batches
         replicas = session.replicas
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:
@@ -518,7 +518,7 @@ class StepMemory(NoStepMemory):
         return keeps_earlier_gradients(self._session.trainer, self._session.module)
 
     def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
-        """The training step of a stand-in, whose logs are not read: ``run(module, rows, num_rows)``."""
+        """The training step of a shadow module, whose logs are not read: ``run(module, rows, num_rows)``."""
         session = self._session
         strategy = self._session.strategy
         # Optimizers hold the owners' parameters, which with

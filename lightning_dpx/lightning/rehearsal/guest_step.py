@@ -1,7 +1,7 @@
-"""A step by hand of a stand-in, run as a guest: its optimizers are copies, and all that it changes is put back.
+"""A step by hand of a shadow module, run as a guest: its optimizers are copies, and all that it changes is put back.
 
 A memory profile runs such a step several times. Every run begins at the same parameters, optimizers, schedulers and
-Python state, so it takes the same branches. Optimizers really step, on parameters that belong to the stand-in alone:
+Python state, so it takes the same branches. Optimizers really step, on parameters that belong to the shadow alone:
 how often they call a closure, and what they need meanwhile, is theirs to know.
 """
 
@@ -25,13 +25,13 @@ from lightning_dpx.lightning.rehearsal.shadow import (
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import disable_current_modes
 
-_HELD = "_dpx_optimizers"  # an attribute of the stand-in: optimizers outlive a real step, so their end must not be seen
+_HELD = "_dpx_optimizers"  # an attribute of the shadow: optimizers outlive a real step, so their end must not be seen
 
 _HIDDEN: "weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, Any]]]" = weakref.WeakKeyDictionary()
 
 
 def hide_optimizers(shadow: nn.Module) -> None:
-    """Takes optimizers and schedulers that a stand-in holds out of it, until a guest's step puts copies in their place.
+    """Takes optimizers and schedulers that a shadow holds out of it, until a guest's step puts copies in their place.
 
     They lead to the strategy and all that it holds, which a profile would look through for what a step changes.
     """
@@ -45,7 +45,7 @@ def hide_optimizers(shadow: nn.Module) -> None:
 
 
 class ManualGuest:
-    """Runs steps by hand of a stand-in for a module.
+    """Runs steps by hand of a shadow module.
 
     Args:
         strategy: Whose step it is.

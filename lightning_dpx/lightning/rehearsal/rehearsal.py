@@ -200,7 +200,7 @@ class Rehearsal:
                 traceback.clear_frames(error.__traceback__)
                 self._check_iterators()
                 if isinstance(error, torch.OutOfMemoryError):
-                    free_garbage()  # the step itself needs the room that shadows hold in circles
+                    free_garbage()  # the step itself needs the room that shadows hold in reference cycles
                 raise NotRehearsed(f"the rehearsal failed with {in_one_line(error)}") from None
 
     def _on_first_batch(self) -> Outcome:
@@ -366,7 +366,7 @@ class Rehearsal:
             if self._step.saves_on_host:
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-        free_garbage()  # as shadows do, in circles
+        free_garbage()  # as shadows do, in reference cycles
         # From here on for every run of this rehearsal: slices hold as much as the whole.
         self._step.saves_on_host = True
         return self._whole.observe(num_rows)

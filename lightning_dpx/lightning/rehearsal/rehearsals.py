@@ -206,7 +206,7 @@ class Rehearsals:
             yield Rehearsal(self._strategy, call, loss_reduction, requested)
 
     def _trial(self) -> AbstractContextManager[None]:
-        """Under a memory budget, the step needs the room that shadows hold in circles."""
+        """Under a memory budget, the step needs the room that shadows hold in reference cycles."""
         if self._strategy.plans_memory:
             return TRIAL_GARBAGE.freed()
         return nullcontext()

@@ -94,7 +94,7 @@ class ShadowStep:
         self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
     def make_shadow(self, *, own_parameters: bool = False) -> Any:
-        """A stand-in for the user's module.
+        """A shadow module of the user's.
 
         Args:
             own_parameters: Whether something else than a step by hand will write them.

@@ -18,7 +18,7 @@ from lightning_dpx.shifting import shift_activations
 def rehearse_shifts(
     replicas: ReplicaSet, shifts: Mapping[torch.device, torch.device], parts: Sequence[str], precision: Any
 ) -> None:
-    """Runs a shifted stand-in for one replica on the module's ``example_input_array``, if it has one.
+    """Runs a shifted shadow module for one replica on the module's ``example_input_array``, if it has one.
 
     The user's module takes no part in it: whatever its ``forward`` counts or appends stays as it is.
 
@@ -47,4 +47,4 @@ def rehearse_shifts(
     with noted, preserve_rng_state(replicas.devices, [module]), precision.forward_context():
         shift_activations(shadow, parts, {shifted.device: shifts[shifted.device]})
     del shadow
-    gc.collect()  # modules refer to themselves in circles, and what it held on the target is needed there
+    gc.collect()  # modules are in reference cycles, and what it held on the target is needed there

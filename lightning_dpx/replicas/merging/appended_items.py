@@ -92,7 +92,7 @@ def find_lists(attributes: Iterable[tuple[str, Any]]) -> dict[ListPlace, Any]:
     # Breadth first, so that a bound cuts off what lies deepest.
     while waiting and len(seen) < _MOST:
         place, value = waiting.popleft()
-        # Objects may refer to each other in circles.
+        # Objects may be in reference cycles.
         if id(value) in seen or not _is_looked_into(value):
             continue
         seen.add(id(value))

@@ -76,7 +76,7 @@ def test_a_model_that_needs_more_than_its_device_trains_and_says_how(two_devices
     with caplog.at_level("INFO"):
         ours = fit(model, strategy=dpx.DPXStrategy(shifts="auto"), accelerator="sim", devices=1)
     assert_equal(ours, fit(tall()))
-    assert model.seen == [2048, 2048], "the trace ran on a stand-in"
+    assert model.seen == [2048, 2048], "the trace ran on a shadow module"
     told = next(record.message for record in caplog.records if "dpx: shifts" in record.message)
     assert "sim:0 -> sim:1: net." in told
     assert "of 4" in told or "of 3" in told

@@ -87,7 +87,7 @@ def test_training_within_a_budget_ends_at_the_same_bits(
     told = next(record.message for record in caplog.records if "dpx: memory of cpu" in record.message)
     assert f"predicted of {budget} MiB allowed" in told
     assert "\nnet." in told, "a line per module"
-    assert sum(model.seen) == 2 * 256 or execution != "auto", "the profile ran on a stand-in"
+    assert sum(model.seen) == 2 * 256 or execution != "auto", "the profile ran on a shadow module"
     assert not any(child._forward_hooks for child in model.modules()), "taken off at the end"
 
 

@@ -215,7 +215,7 @@ def test_a_module_with_a_metric_may_have_them_all(devices: int, options: dict[st
 
 
 class NotesAllocated(Callback):
-    """What the second device holds after each batch, while nothing that is held in circles is collected."""
+    """What the second device holds after each batch, while nothing that is held in reference cycles is collected."""
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim

@@ -173,7 +173,7 @@ class Penalized(Layers):
 
 @pytest.mark.parametrize(("kind", "tokens"), [(Layers, 4), (Penalized, 128)])
 def test_later_looks_at_a_step_are_within_the_budget(kind: type[Layers], tokens: int, sim: Any) -> None:
-    """Batches 2, 4 and 8 are looked at again: that takes no more than the budget, and leaves nothing in circles."""
+    """Batches 2, 4 and 8 are looked at again: that takes no more than the budget, and leaves no reference cycles."""
     torch.manual_seed(0)
     whole = torch.randn(8 * 9, tokens, 64)
     model = kind()
