@@ -131,7 +131,7 @@ class GradientSums:
             left = [index for index in indices if index not in done] if done else indices
             if left:
                 bucket = self._bucket(left)
-                self._place_totals(bucket, self._totals(bucket))
+                self._give_to_owners(bucket, self._sum_bucket(bucket))
         # What has travelled counts for this reduction alone: the next one must not leave it out.
         self.forget()
 
@@ -163,7 +163,7 @@ class GradientSums:
             if not indices:
                 continue
             chosen = [[column[index] for index in indices] for column in columns]
-            sums = self._sums(self._bucket(indices), chosen)
+            sums = self._sum_columns(self._bucket(indices), chosen)
             for index, total in zip(indices, sums, strict=True):
                 totals[index] = total
         # At the end, and once for all: processes must make the same collectives in the same order.
@@ -220,15 +220,15 @@ class GradientSums:
         If that backward was abandoned meanwhile, gradients are left alone: they may belong to another one.
         """
         bucket = self._bucket(indices)
-        totals = self._totals(bucket)
+        totals = self._sum_bucket(bucket)
         if self.overlapped is not None and self.overlapped.is_during_backward:
-            self._place_totals(bucket, totals)
+            self._give_to_owners(bucket, totals)
 
-    def _totals(self, bucket: _Bucket) -> list[torch.Tensor | None]:
+    def _sum_bucket(self, bucket: _Bucket) -> list[torch.Tensor | None]:
         """The sums of the gradients that the bucket's parameters have now, each where its owner's copy lives."""
-        return self._sums(bucket, [[parameter.grad for parameter in column] for column in bucket.columns])
+        return self._sum_columns(bucket, [[parameter.grad for parameter in column] for column in bucket.columns])
 
-    def _place_totals(self, bucket: _Bucket, totals: Sequence[torch.Tensor | None]) -> None:
+    def _give_to_owners(self, bucket: _Bucket, totals: Sequence[torch.Tensor | None]) -> None:
         """Makes the sums the gradients of the owners' copies, and drops those of all others."""
         # First the replicas', then the owners', whose copies are among those of the replicas.
         for column in bucket.columns:
@@ -237,7 +237,9 @@ class GradientSums:
         for parameter, total in zip(bucket.owned, totals, strict=True):
             parameter.grad = total
 
-    def _sums(self, bucket: _Bucket, grads: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    def _sum_columns(
+        self, bucket: _Bucket, grads: Sequence[Sequence[torch.Tensor | None]]
+    ) -> list[torch.Tensor | None]:
         """K x n gradients of the bucket's parameters, summed, each where its owner's copy lives."""
         if len(grads) == 1:  # what is shifted elsewhere stays there
             # One replica is its own sum: no copy, and no reducer that would want it at home.
@@ -298,7 +300,7 @@ class GradientSums:
             with ExitStack() as stack, torch.no_grad():
                 for trace in traces.values():
                     stack.enter_context(trace)
-                self._sums(self._bucket(trained), zeros)
+                self._sum_columns(self._bucket(trained), zeros)
             for place, trace in traces.items():
                 most[place] = max(most[place], *trace.curve, 0)
         return most
