@@ -111,14 +111,14 @@ class GradientReducer(ABC):
         total: Gradients = [None] * len(targets)
         divisor = len(grads) if average else 1
         # From here on there are D lists, however many replicas: only these travel.
-        lists = self._sums_per_place(grads, dense)
-        shrink = self._shrink(lists)
+        lists = self._sum_per_device(grads, dense)
+        shrink = self._scale_down(lists)
         # On one device there is nothing to move, so the modes do not differ.
         sums = lists[0] if len(lists) == 1 else self._sum(lists, [targets[index] for index in dense])
         # What was divided before it travelled is multiplied back, in its own dtype.
         if shrink != 1 and sums:
             foreach_div_(sums, shrink)
-        for index, tensor in zip(dense, _finished(sums, grads[0], dense, divisor), strict=True):
+        for index, tensor in zip(dense, _restored(sums, grads[0], dense, divisor), strict=True):
             total[index] = tensor
         for index in set(range(len(targets))).difference(dense):
             total[index] = _add([row[index] for row in grads], self.distinct_devices[targets[index]], divisor)
@@ -137,15 +137,15 @@ class GradientReducer(ABC):
         """
         self._check(grads)
         dense = [index for index, column in enumerate(zip(*grads, strict=True)) if _is_dense(column)]
-        lists = self._sums_per_place(grads, dense)
-        shrink = self._shrink(lists)
+        lists = self._sum_per_device(grads, dense)
+        shrink = self._scale_down(lists)
         # Into the replicas' own gradients: replicas of one device must not share a tensor.
-        spread = self._spread(lists) if len(lists) > 1 else lists
+        spread = self._sum_everywhere(lists) if len(lists) > 1 else lists
         if shrink != 1:
             for sums in spread:
                 foreach_div_(sums, shrink)
         divisor = len(grads) if average else 1
-        finished = [_finished(sums, grads[0], dense, divisor) for sums in spread]
+        finished = [_restored(sums, grads[0], dense, divisor) for sums in spread]
         totals: list[Gradients] = []
         for device, row in zip(self.devices, grads, strict=True):
             total: Gradients = [None] * len(row)
@@ -168,7 +168,7 @@ class GradientReducer(ABC):
             targets: n indices of ``self.distinct_devices``.
         """
 
-    def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
+    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
         """The sums of D > 1 lists of n dense gradients, on every device."""
         # What every reducer can do: sum on the first device, and send the result to the others.
         sums = self._sum(lists, [0] * len(lists[0]))
@@ -187,7 +187,7 @@ class GradientReducer(ABC):
             return moved(tensor, device)
         return moved(tensor.to(wire), device).to(tensor.dtype)
 
-    def _shrink(self, lists: Sequence[Dense]) -> float:
+    def _scale_down(self, lists: Sequence[Dense]) -> float:
         """A sum of halves overflows where no gradient does: what travels is divided, exactly, by a power of two."""
         if len(lists) == 1 or self.communication_dtype is not torch.float16:
             return 1.0
@@ -198,7 +198,7 @@ class GradientReducer(ABC):
                 foreach_mul_(row, factor)
         return factor
 
-    def _sums_per_place(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
+    def _sum_per_device(self, grads: Sequence[Gradients], dense: Sequence[int]) -> list[Dense]:
         """D x n: replicas of one device are summed there, in replica order; halves come as float32."""
         lists: dict[torch.device, list[Dense]] = {device: [] for device in self.distinct_devices}
         for device, row in zip(self.devices, grads, strict=True):
@@ -278,7 +278,7 @@ def _present(row: Gradients) -> Dense:
     return [gradient for gradient in row if gradient is not None]
 
 
-def _finished(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int) -> Dense:
+def _restored(sums: Dense, row: Gradients, indices: Sequence[int], divisor: int) -> Dense:
     """Sums, divided, in the dtype that their gradients came in."""
     # Before the cast, or an average of halves would overflow where only the sum does.
     divided = list(foreach_div(sums, divisor)) if divisor > 1 and sums else sums

@@ -26,7 +26,7 @@ class CollectiveReducer(GradientReducer):
             unflatten_into(self._gathered(shares, device), lists[0], indices, result)
         return result
 
-    def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
+    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
             shares = self._shares(flatten_each(lists, indices))

@@ -59,7 +59,7 @@ class HierarchicalReducer(GradientReducer):
             unflatten_into(bucket, lists[target], indices, result)
         return result
 
-    def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
+    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
             buckets = flatten_each(lists, indices)

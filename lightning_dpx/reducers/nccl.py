@@ -42,7 +42,7 @@ class NCCLReducer(GradientReducer):
             unflatten_into(buckets[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
         return result
 
-    def _spread(self, lists: Sequence[Dense]) -> list[Dense]:
+    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(row) for row in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
             buckets = self._buckets(lists, indices)
