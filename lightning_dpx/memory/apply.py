@@ -54,7 +54,7 @@ class AppliedPlan:
         # Several threads may run the module at once, each in a forward of its own.
         self._local = threading.local()
         self._watches = watches
-        self._has_told = False
+        self._has_warned = False
         self._has_widened = False
         self._has_told_of_waiting = False
         # Whose gradients would take a step beyond the budget; none where that is not so, or is told.
@@ -191,8 +191,8 @@ class AppliedPlan:
 
     def _tell_of_checkpoint(self) -> None:
         """Once: the plan is not followed in a region that makes all of the module again."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"dpx: a {self.plan.model} with a memory plan runs within torch.utils.checkpoint, which drops all that "
                 "the module saves and makes it again at once: the plan is not followed in there. Plan what calls "

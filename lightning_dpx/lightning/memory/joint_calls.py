@@ -140,13 +140,13 @@ class JointCallsOfDevices:
         self._by_home: dict[torch.device, JointCalls] = {}  # by a replica's device
         self._largest: dict[torch.device, int] = {}  # bytes of the largest slice that was planned for, likewise
         self._full: set[torch.device] = set()  # devices of replicas whose slices in this step are as large
-        self._has_told = False
+        self._has_warned = False
 
     def forget(self) -> None:
         """The next run begins."""
         self._by_home.clear()
         self._largest.clear()
-        self._has_told = False
+        self._has_warned = False
 
     def forget_steps(self) -> None:
         """Drops what is known of steps, which are not those of this run."""
@@ -186,9 +186,9 @@ class JointCallsOfDevices:
             if replica.device not in self._full:
                 applied.calls.found.clear()
                 continue
-            if not joint.look_at(applied) or self._has_told:
+            if not joint.look_at(applied) or self._has_warned:
                 continue
-            self._has_told = True
+            self._has_warned = True
             rank_zero_warn(
                 f"dpx: a step calls more of {type(replica.module).__name__} together than any that memory was planned "
                 f"for: its activations take about {format_mib(joint.peak)}, where {option} leaves "

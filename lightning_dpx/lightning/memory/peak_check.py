@@ -39,7 +39,7 @@ class PeakCheck:
         self.passing: dict[torch.device, int] = {}
         self._before: dict[torch.device, int] = {}
         self._measured: list[torch.device] = []
-        self._told: set[torch.device] = set()  # those of them of which something is told
+        self._warned: set[torch.device] = set()  # those of them of which something is told
         self._num_steps = 0
         self._num_updates = 0  # since then
 
@@ -48,12 +48,12 @@ class PeakCheck:
         self._look()
         self._before = {}
         self._measured = []
-        self._told = set()
+        self._warned = set()
         self._num_steps = 0
 
     def note_told(self, devices: Iterable[torch.device]) -> None:
         """That these exceed their budgets is told already, and why."""
-        self._told.update(devices)
+        self._warned.update(devices)
 
     def begin_step(self, devices: Iterable[torch.device]) -> None:
         """A step begins that follows plans on these devices."""
@@ -76,12 +76,12 @@ class PeakCheck:
 
     def _look(self) -> None:
         for device in self._measured:
-            if device in self._told:
+            if device in self._warned:
                 continue
             planned, limit = self._forecast(device)
             peak = allocated_and_peak(device)[1]
             if limit and is_worth_telling(peak, limit):
-                self._told.add(device)
+                self._warned.add(device)
                 rank_zero_warn(
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
                     f"{self._option()} allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
@@ -99,7 +99,7 @@ class PeakCheck:
             # What is planned for apart may have been there at the peak, where another device was ahead of this one.
             unnoticed = max(present - before, _UNNOTICED + self.passing.get(device, 0))
             if expected and taken > expected * (1 + _TOLERANCE) + unnoticed:
-                self._told.add(device)
+                self._warned.add(device)
                 rank_zero_warn(
                     f"dpx: the activations on {device} took {format_mib(taken)} where {format_mib(expected)} was "
                     "predicted: operators that need much memory inside, a step that calls more than the planned ones, "

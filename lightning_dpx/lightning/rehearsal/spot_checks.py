@@ -21,13 +21,13 @@ class SpotChecks:
 
     def __init__(self) -> None:
         self._batches: dict[Key, int] = {}
-        self._told: dict[Key, set[str]] = {}
+        self._warned: dict[Key, set[str]] = {}
         self._subjects: dict[Key, frozenset[str]] = {}
 
     def forget(self) -> None:
         """The run is over."""
         self._batches.clear()
-        self._told.clear()
+        self._warned.clear()
         self._subjects.clear()
 
     def is_due(self, key: Key) -> bool:
@@ -49,7 +49,7 @@ class SpotChecks:
 
     def news(self, key: Key, differences: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Those of a kind that was not told of this step before; they count as told from now on."""
-        told = self._told.setdefault(key, set())
+        told = self._warned.setdefault(key, set())
         new = [(kind, text) for kind, text in differences if kind in _TOLD and kind not in told]
         told.update(kind for kind, _ in differences)
         if "loss" in told:
