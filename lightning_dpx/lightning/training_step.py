@@ -248,9 +248,9 @@ class TrainingFlow:
                 return call(batch_slice)
 
         with manual.running(slices):
-            return session.step.forward_manual(slices, with_meetings, self._come_apart)
+            return session.step.forward_manual(slices, with_meetings, self._on_unmergeable)
 
-    def _come_apart(self, error: GatherError) -> None:
+    def _on_unmergeable(self, error: GatherError) -> None:
         """By hand, the step has trained on its batch, and only what it returns is of slices."""
         if self._session.has_processes:
             raise error
