@@ -5,18 +5,18 @@ from torch import nn
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, ValueActions
-from lightning_dpx.memory.execute.twins import Decided, Room, Twins
+from lightning_dpx.memory.execute.twins import KnownDecision, Room, Twins
 from lightning_dpx.memory.plan.plan import MemoryPlan
 
 _WATCHED = 8  # steps
 
 
-def decided_by(plan: MemoryPlan) -> dict[str, Decided]:
+def decided_by(plan: MemoryPlan) -> dict[str, KnownDecision]:
     """What ``plan`` says of values, by name."""
     again = plan.names("recompute", "recompute each time")
-    decided = dict[str, Decided]()
+    decided = dict[str, KnownDecision]()
     for decision in plan.decisions:
-        decided[decision.name] = Decided(decision.operator, decision.num_bytes, decision.name in again)
+        decided[decision.name] = KnownDecision(decision.operator, decision.num_bytes, decision.name in again)
     return decided
 
 

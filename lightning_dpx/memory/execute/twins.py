@@ -19,7 +19,7 @@ LARGER = 1.1  # than what was decided about; norms and paddings vary by a few by
 _Place = tuple[type, str, str, str]
 
 
-class Decided(NamedTuple):
+class KnownDecision(NamedTuple):
     """What a plan says of a value.
 
     Attributes:
@@ -61,7 +61,7 @@ class Twins:
         given: The storages of what the forward takes, which are no memory of the step.
     """
 
-    def __init__(self, module: nn.Module, decided: Mapping[str, Decided], room: Room, *, grows: bool) -> None:
+    def __init__(self, module: nn.Module, decided: Mapping[str, KnownDecision], room: Room, *, grows: bool) -> None:
         self._decided = decided
         self._room = room
         self._grows = grows
