@@ -155,13 +155,13 @@ def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planne
     """
     shares = shares_for(profile, budget) if chosen.replays else {}
     if not shares:
-        return _found(profile, budget, chosen)
+        return _search_values_and_calls(profile, budget, chosen)
     tried: list[_Searched] = []
     smallest: list[int] = []
     for some, step in ((shares, with_shares(profile, shares)), ({}, profile)):
         fits = budget is not None and step.peak <= budget
         try:
-            searched = _as_it_is(step) if fits else _found(step, budget, chosen)
+            searched = _as_it_is(step) if fits else _search_values_and_calls(step, budget, chosen)
         except BudgetError as error:
             smallest.append(error.smallest or profile.peak)
         else:
@@ -183,7 +183,7 @@ def _decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iter
         yield Decision(path, "compiled code", num_bytes, seconds, "save less", share=share)
 
 
-def _found(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
+def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
     """Searches values, and calls to replay beside them.
 
     Raises:
@@ -192,11 +192,11 @@ def _found(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
     problems = [Problem(way) for way in ways_to_offload(profile)]
     surely = surely_needed(problems)
     if budget is not None and budget < surely:  # no search for what cannot be
-        raise budget_error(profile, budget, _smallest(problems), surely, chosen.name)
+        raise budget_error(profile, budget, _smallest_plan(problems), surely, chosen.name)
     if chosen.replays and budget is not None and not _in_reach_by_value(problems, budget):
         original, choice = problems[0], Choice()  # calls that are replayed may reach it
     else:
-        original, choice = _chosen(problems, budget, chosen)
+        original, choice = _choose_offloading(problems, budget, chosen)
     found = [Mixed(frozenset(), original, choice)]
     if chosen.replays:
         # Calls are replayed in the step with the way to offload that won: these decisions go
@@ -204,7 +204,7 @@ def _found(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
         found = with_replays(original.profile, found[0], budget, chosen.choose)
     if budget is not None and found[0].peak > budget:
         # A refusal says which budget can be met, which takes a search of its own.
-        smallest = _smallest(problems)
+        smallest = _smallest_plan(problems)
         if smallest.peak > budget or not isinstance(chosen, AutoPlanner):
             raise budget_error(profile, budget, smallest, surely, chosen.name, found[0].peak)
         # That search leads by other ways, and so may end within a budget that was missed.
@@ -265,10 +265,10 @@ def _in_reach_by_value(problems: Sequence[Problem], budget: int) -> bool:
     return any(least_bytes(problem.relaxation, with_calls=False) <= budget for problem in problems)
 
 
-def _smallest(problems: Sequence[Problem]) -> Mixed:
+def _smallest_plan(problems: Sequence[Problem]) -> Mixed:
     """What takes least of all that is known; nothing is done about its time."""
     planner = SmallestPlanner()
-    problem, choice = _chosen(problems, None, planner)
+    problem, choice = _choose_offloading(problems, None, planner)
     return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)[0]
 
 
@@ -313,11 +313,11 @@ def _decisions_about_values(profile: Profile, found: Mixed) -> Iterator[Decision
             seconds += shares.get(index, 0.0)
         within = (planned.within,) if planned.within else ()
         action = _action(planned, index in dropped, index in uncached)
-        calls = _calls(profile, index) or within
+        calls = _calls_on_way(profile, index) or within
         yield Decision(planned.name, value.operator, value.num_bytes, seconds, action, calls)
 
 
-def _chosen(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
+def _choose_offloading(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
     """What to drop, and the way to offload that it was found with."""
     # The ways are in the order of their price: the first is for the fastest plan.
     found: list[tuple[Problem, Choice]] = []
@@ -348,7 +348,7 @@ def _shares_of_calls(profile: Profile) -> dict[int, float]:
     return shares
 
 
-def _calls(profile: Profile, index: int) -> tuple[str, ...]:
+def _calls_on_way(profile: Profile, index: int) -> tuple[str, ...]:
     """The module calls that are made again on the way to a value.
 
     Also those behind what is saved only later: whether that is kept is not known yet when the value is dropped.
