@@ -194,8 +194,8 @@ class TrainingStep:
             slices: The micro-batches.
             call: A replica's step.
             expected: What the merged loss's gradient will be.
-            zeroed: See :meth:`EarlyBackward.put_aside`.
-            shown: See :meth:`EarlyBackward.put_aside`.
+            zeroed: See :meth:`EarlyBackward.stash_gradients`.
+            shown: See :meth:`EarlyBackward.stash_gradients`.
             last: See :meth:`backward`.
         """
         replicas = self._replicas
@@ -207,7 +207,7 @@ class TrainingStep:
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travelling: AbstractContextManager[Any] = nullcontext()
         overlapped = self.sums.overlapped
-        if not early.put_aside(zeroed, shown=shown) and last and overlapped is not None:
+        if not early.stash_gradients(zeroed, shown=shown) and last and overlapped is not None:
             travelling = overlapped.during_backward(sorted(set(device_of.values())), waits_for_last=True)
             early.begin_last = overlapped.begin_last
         self._early = early
@@ -381,7 +381,7 @@ class TrainingStep:
         self._replicas.state.buffers.hide()
         # Micro-batches have walked their graphs in the forward, or will build them once more.
         if early is not None:
-            self._hand_in(early, pending, gradients[0])
+            self._add_early_gradients(early, pending, gradients[0])
             return
         if second is not None:
             self._collect_buffers()  # of the first pass; the second one leaves them so
@@ -401,9 +401,9 @@ class TrainingStep:
             self._replicas.backward(slices, roots)
         self._collect_buffers()
 
-    def _hand_in(self, early: EarlyBackward, pending: Sequence[Pending], gradient: torch.Tensor) -> None:
+    def _add_early_gradients(self, early: EarlyBackward, pending: Sequence[Pending], gradient: torch.Tensor) -> None:
         """The micro-batches have run their backwards; their gradients are those of a loss with ``gradient`` now."""
-        early.hand_in(gradient, {waiting.batch_slice.replica.index: waiting.weight for waiting in pending})
+        early.add_gradients(gradient, {waiting.batch_slice.replica.index: waiting.weight for waiting in pending})
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:

@@ -1,10 +1,10 @@
 """Micro-batches: the backward of each right after its forward, before the gradient of the merged loss is known.
 
-    put_aside   gradients of earlier steps --> aside (or freed, where they would be zeroed before they are used)
-    call        micro-batch --forward--> its loss --backward, with the expected gradient--> parameters' gradients
-                   +-- the next one, when the activations of this one are gone
-    take        parameters' gradients --> held, out of the way of zero_grad; aside --> parameters' gradients
-    hand_in     held x (real / expected gradient of the merged loss) --added--> parameters' gradients
+    stash_gradients  gradients of earlier steps --> aside (or freed, where they would be zeroed before they are used)
+    call             micro-batch --forward--> its loss --backward, with the expected gradient--> parameters' gradients
+                        +-- the next one, when the activations of this one are gone
+    take             parameters' gradients --> held, out of the way of zero_grad; aside --> parameters' gradients
+    add_gradients    held x (real / expected gradient of the merged loss) --added--> parameters' gradients
 
 Lightning runs a step as training_step, zero_grad, backward(loss). A micro-batch's activations can only be freed by its
 backward, so that must happen inside training_step, when two things are open: what the merged loss's gradient will be,
@@ -80,7 +80,7 @@ class EarlyBackward:
 
     # ---- the gradients that are there ----
 
-    def put_aside(self, zeroed: Collection[int] = (), *, shown: bool = False) -> bool:
+    def stash_gradients(self, zeroed: Collection[int] = (), *, shown: bool = False) -> bool:
         """Before the first micro-batch; says whether there is anything that the step will be added to.
 
         Args:
@@ -111,7 +111,7 @@ class EarlyBackward:
                     parameter.grad = gradient
         self._aside = []
 
-    def hand_in(self, gradient: torch.Tensor, weights: Mapping[int, float]) -> None:
+    def add_gradients(self, gradient: torch.Tensor, weights: Mapping[int, float]) -> None:
         """After the real backward of the merged loss: the step's gradients come to those that are there.
 
         Args:

@@ -22,7 +22,7 @@ class Step:
         self.slices = [BatchSlice(replica, 1, row) for replica, row in zip(replicas, (2.0, 4.0), strict=True)]
 
     def run(self, zeroed: frozenset[int] = frozenset()) -> list[Any]:
-        self.early.put_aside(zeroed)
+        self.early.stash_gradients(zeroed)
         call = self.early.call(
             lambda one: {"loss": self.net(torch.tensor([one.batch])).sum(), "row": one.batch}, {0: 0, 1: 0}
         )
@@ -35,8 +35,8 @@ class Step:
         return [None if one.grad is None else float(one.grad) for one in (self.net.weight, self.net.bias)]
 
 
-def hand_in(step: Step, gradient: float, weights: dict[int, float] | None = None) -> list[float | None]:
-    step.early.hand_in(torch.tensor(gradient), weights or {0: 0.25, 1: 0.75})
+def add_gradients(step: Step, gradient: float, weights: dict[int, float] | None = None) -> list[float | None]:
+    step.early.add_gradients(torch.tensor(gradient), weights or {0: 0.25, 1: 0.75})
     return step.gradients
 
 
@@ -46,29 +46,29 @@ def test_gradients_are_held_until_the_loss_has_its_own() -> None:
     assert step.gradients == [None, None]
     assert [output["row"] for output in outputs] == [2.0, 4.0]
     assert all(output["loss"].grad_fn is None and output["loss"].requires_grad for output in outputs)
-    assert hand_in(step, 1.0) == [3.5, 1.0]
+    assert add_gradients(step, 1.0) == [3.5, 1.0]
 
 
 def test_another_gradient_than_expected_scales_them() -> None:
     step = Step(value=torch.tensor(8.0))
     step.run()
-    assert hand_in(step, 24.0) == [84.0, 24.0]
+    assert add_gradients(step, 24.0) == [84.0, 24.0]
 
 
 def test_a_gradient_that_is_certain_is_not_looked_at() -> None:
     step = Step(is_certain=True)
     step.run()
-    assert hand_in(step, 5.0) == [3.5, 1.0]
+    assert add_gradients(step, 5.0) == [3.5, 1.0]
 
 
 def test_weights_of_those_that_have_a_loss_scale_them() -> None:
     """The other one, of which only its rows were known, had none."""
     step = Step()
-    step.early.put_aside()
+    step.early.stash_gradients()
     step.early.call(lambda one: loss_of_net(step, one), {0: 0})(step.slices[0])
     step.early.call(lambda one: None, {1: 0})(step.slices[1])
     step.early.take()
-    assert hand_in(step, 1.0, {0: 1.0}) == [2.0, 1.0]
+    assert add_gradients(step, 1.0, {0: 1.0}) == [2.0, 1.0]
 
 
 def loss_of_net(step: Step, one: BatchSlice) -> torch.Tensor:
@@ -79,12 +79,12 @@ def test_a_loss_that_weighs_nothing_has_no_backward() -> None:
     """The mean over no tokens is NaN, and so would be its gradients."""
     step = Step()
     early = EarlyBackward([step.slices[0].replica], ExpectedGradient(), {0: 0.0, 1: 1.0})
-    early.put_aside()
+    early.stash_gradients()
     call = early.call(lambda one: loss_of_net(step, one) * (torch.nan if one.replica.index == 0 else 1.0), {0: 0, 1: 0})
     for one in step.slices:
         call(one)
     early.take()
-    early.hand_in(torch.tensor(1.0), {1: 1.0})
+    early.add_gradients(torch.tensor(1.0), {1: 1.0})
     assert step.gradients == [4.0, 1.0]
 
 
@@ -92,14 +92,14 @@ def test_weights_that_no_factor_explains_are_an_error() -> None:
     step = Step()
     step.run()
     with pytest.raises(ReplicationError, match="weights of the micro-batches' losses changed"):
-        hand_in(step, 1.0, {0: 0.5, 1: 0.5})
+        add_gradients(step, 1.0, {0: 0.5, 1: 0.5})
 
 
 def test_a_gradient_that_no_factor_explains_is_an_error() -> None:
     step = Step(value=0.0)
     step.run()
     with pytest.raises(ReplicationError, match="began with a gradient of 1, where its micro-batches had expected 0"):
-        hand_in(step, 1.0)
+        add_gradients(step, 1.0)
 
 
 def test_what_was_there_is_added_to_unless_it_will_be_zeroed() -> None:
@@ -110,7 +110,7 @@ def test_what_was_there_is_added_to_unless_it_will_be_zeroed() -> None:
         step.run(frozenset(id(step.net.get_parameter(name)) for name in zeroed))
         left = [None if name in zeroed else 10.0 for name in ("weight", "bias")]
         assert step.gradients == left
-        assert hand_in(step, 1.0) == expected
+        assert add_gradients(step, 1.0) == expected
 
 
 def test_forwards_may_see_what_was_there() -> None:
@@ -122,19 +122,19 @@ def test_forwards_may_see_what_was_there() -> None:
         seen.append(step.gradients)
         return loss_of_net(step, one)
 
-    assert step.early.put_aside(shown=True)
+    assert step.early.stash_gradients(shown=True)
     both = step.early.call(call, {0: 0, 1: 0})
     for one in step.slices:
         both(one)
     step.early.take()
     assert seen == [[10.0, None]] * 2
-    assert hand_in(step, 1.0) == [13.5, 1.0]
+    assert add_gradients(step, 1.0) == [13.5, 1.0]
 
 
 def test_an_abandoned_step_leaves_what_was_there() -> None:
     step = Step()
     step.net.weight.grad = torch.full_like(step.net.weight, 10.0)
-    step.early.put_aside()
+    step.early.stash_gradients()
     step.early.call(lambda one: loss_of_net(step, one), {0: 0})(step.slices[0])
     step.early.abandon()
     assert step.gradients == [10.0, None]
@@ -157,7 +157,7 @@ def test_the_backward_runs_outside_of_autocast() -> None:
             return gradient
 
     step = Step()
-    step.early.put_aside()
+    step.early.stash_gradients()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step.early.call(lambda one: Identity.apply(step.net(torch.tensor([1.0])).sum()), {0: 0})(step.slices[0])
     assert seen == [False]
