@@ -19,7 +19,7 @@ from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.replays import Replays
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.twins import twins_of_calls
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -62,7 +62,7 @@ class AppliedPlan:
         if (plan.adding_peak or 0) > (plan.budget or plan.adding_peak or 0):
             self._trained = [weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad]
         self._handles: list[Any] = []
-        self.values: Rematerialisation | None = None
+        self.values: Rematerialization | None = None
         self._replays: Replays | None = None
         # First, as hooks go round the code that is there.
         self._code = CodeShares(module, plan.shares)

@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.practised import Practised
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, ValueActions
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
 from lightning_dpx.memory.execute.twins import KnownDecision, Room, Twins
 from lightning_dpx.memory.plan.plan import MemoryPlan
 
@@ -20,7 +20,7 @@ def decided_by(plan: MemoryPlan) -> dict[str, KnownDecision]:
     return decided
 
 
-def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialisation:
+def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialization:
     """What drops values of ``module`` as ``plan`` says; with compiled parts call by call for good.
 
     Args:
@@ -48,6 +48,6 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
     )
     # A routine switches hooks on and off at modules, and there are none inside of code.
     if names.compiled:
-        return Rematerialisation(names, actions, twins)
+        return Rematerialization(names, actions, twins)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
     return Practised(names, trusted, actions, twins, watched=_WATCHED if watches else 1)

@@ -15,7 +15,7 @@ from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
 from lightning_dpx.memory.execute.routine_forwards import OF_ANOTHER_STEP, FollowedForward, RoutineForward, SavedSizes
-from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation, ValueActions
+from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization, ValueActions
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.twins import Twins
 from lightning_dpx.memory.execute.values import Value
@@ -78,14 +78,14 @@ class _Patience:
             self._left = max(self._watched, min(2**self.num_losses, _MOST_PATIENCE))
 
 
-class Practised(Rematerialisation):
+class Practised(Rematerialization):
     """Saved-tensor hooks that learn where they are needed.
 
     Args:
         names: Tells which module call is running; its hooks are on the modules while a forward is followed.
         trusted: Operators that the plan repeats.
-        actions: As of :class:`Rematerialisation`.
-        twins: As of :class:`Rematerialisation`.
+        actions: As of :class:`Rematerialization`.
+        twins: As of :class:`Rematerialization`.
         watched: The least number of forwards that are followed call by call: the first ones, and as many again after
             one that did not follow the routine.
     """

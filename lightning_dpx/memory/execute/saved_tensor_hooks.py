@@ -1,6 +1,6 @@
 """Saved-tensor hooks that keep some values of the autograd graph and compute the others again.
 
-Every tensor that autograd saves passes a pack hook, with the graph node that produced it. :class:`Rematerialisation`
+Every tensor that autograd saves passes a pack hook, with the graph node that produced it. :class:`Rematerialization`
 keeps some of them and drops the others, which are computed again from the graph (``graph_tape.py``). Nothing is
 wrapped, no module runs twice, no random number is drawn again (a dropout's mask is a saved tensor like any other), and
 every operator is repeated on the same bits, so the gradients are the same bits.
@@ -84,7 +84,7 @@ class ValueActions:
     known: Collection[str] = ()
 
 
-class Rematerialisation(GraphTape):
+class Rematerialization(GraphTape):
     """Saved-tensor hooks that drop some values and compute them again in backward.
 
     Args:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.replays import Replays
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation, ValueActions
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
 from lightning_dpx.memory.execute.values import Value, compute, identity_of
 from lightning_dpx.memory.profile import timing_effort
 
@@ -149,7 +149,7 @@ def _everything_dropped(module: nn.Module, x: Tensor) -> Practised:
     return Practised(names, set(seen.operators.values()), ValueActions(dropped=list(seen.operators)))
 
 
-class _Seen(Rematerialisation):
+class _Seen(Rematerialization):
     """Drops nothing, and notes the names and operators of what could be."""
 
     def __init__(self, names: CallNames) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.values import Unnamed, Value
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
@@ -78,7 +78,7 @@ def natural_lifetimes(
     return Lifetimes(last_uses, count)
 
 
-class _LifetimeHooks(Rematerialisation):
+class _LifetimeHooks(Rematerialization):
     """Let go of everything at once, and note whose memory it was.
 
     Attributes:

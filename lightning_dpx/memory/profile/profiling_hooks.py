@@ -9,7 +9,7 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, identity_of
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
@@ -39,7 +39,7 @@ class _Held:
         self.hooks.released(self.index, self.entry)
 
 
-class ProfilingHooks(Rematerialisation):
+class ProfilingHooks(Rematerialization):
     """Keep everything, and try how it can be made again.
 
     Args:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dpx.memory.execute.graph_tape import Node
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes import NotRecomputable, recipe_for
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialisation
+from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.values import read
 from tests.memory.execute.recipes.probe import Function, check_on_a_gpu, check_recipe
 
@@ -40,7 +40,7 @@ def test_fused_attention_finds_what_its_node_saved(kernel: str) -> None:
     """Without numbers: torch makes the nodes of CUDA's kernels on the meta device, too."""
     q, k, v = (torch.rand(2, 4, 64, 16, device="meta", requires_grad=True).sin() for _ in range(3))
     for dropout in (0.0, 0.1):
-        values = Rematerialisation(CallNames(nn.Identity()))
+        values = Rematerialization(CallNames(nn.Identity()))
         with values.active():
             node = FUSED[kernel](q, k, v, dropout)[0].grad_fn
         assert node is not None
