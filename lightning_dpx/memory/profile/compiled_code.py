@@ -28,7 +28,7 @@ from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, unco
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
-from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
+from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
 from lightning_dpx.python_objects.untouched import untouched
 from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves
 
@@ -84,11 +84,11 @@ class _Bytes:
         """The first moment."""
         self._started = self._account.start()
 
-    def end(self) -> Taken:
+    def end(self) -> OperatorMemory:
         """The last moment: what was taken since the one before; nothing if there was none."""
         started, self._started = self._started, None
         if started is None:
-            return Taken()
+            return OperatorMemory()
         return self._account.stop(started)
 
 
@@ -354,7 +354,7 @@ def _bytes_of(seen: _Seen) -> tuple[int, int, int]:
     return seen.forward, seen.stays, seen.backward
 
 
-def most_without(taken: Taken, gradients: Sequence[int]) -> int:
+def most_without(taken: OperatorMemory, gradients: Sequence[int]) -> int:
     """The most bytes of a backward at once, without blocks that stay and are as large as one of ``gradients``."""
     # The account knows blocks by their sizes only: one that stays and has the size of a gradient
     # is taken for it.

@@ -39,7 +39,7 @@ from lightning_dpx.memory.profile.known_numbers import is_known, with_known_numb
 from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates, rates_of
-from lightning_dpx.memory.tracing.allocator_account import Account, Taken
+from lightning_dpx.memory.tracing.allocator_account import Account, OperatorMemory
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.memory.tracing.scratch import inside_bytes
 from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
@@ -104,7 +104,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         if self._by_rule:
             self._account = Account()
 
-    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, OperatorMemory]:
         """The results of an operator, and what it would take."""
         run = partial(with_known_numbers, func) if self._numbers else func
         # How long it took here is of no use: the operator computed nothing, or on another device.
@@ -245,7 +245,7 @@ class FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
             self.masks.add(allocation)
         return out
 
-    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, OperatorMemory]:
         """Refuses tensors on absent devices, before autograd sees them; see [Note: where fakes are]."""
         if func is aten.mkldnn_rnn_layer.default:
             raise RuntimeError("what a recurrent layer's library keeps is not known to fake tensors")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.memory.profile.roofline import Rates
-from lightning_dpx.memory.tracing.allocator_account import Taken, account_of
+from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
 from lightning_dpx.torch_compat import (
     COLLECTIVES,
     DisableAutocast,
@@ -45,7 +45,7 @@ class Probed:
         strides: Of its results, in order; ``None`` for what is no tensor.
     """
 
-    taken: Taken
+    taken: OperatorMemory
     strides: tuple[tuple[int, ...] | None, ...]
 
 

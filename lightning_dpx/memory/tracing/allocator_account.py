@@ -57,7 +57,7 @@ def _a_profiler_runs() -> bool:
     return running
 
 
-class Taken(NamedTuple):
+class OperatorMemory(NamedTuple):
     """What an operator took.
 
     Attributes:
@@ -98,9 +98,9 @@ class Account:
         """An operator begins; what this returns belongs to :meth:`stop`."""
         return 0
 
-    def stop(self, started: int) -> Taken:
+    def stop(self, started: int) -> OperatorMemory:
         """It is over: what was taken since."""
-        return Taken()
+        return OperatorMemory()
 
 
 class HostAccount(Account):
@@ -126,17 +126,17 @@ class HostAccount(Account):
         start_legacy_profiler(self._config)
         return True
 
-    def stop(self, started: int) -> Taken:
+    def stop(self, started: int) -> OperatorMemory:
         """The operator's blocks, and the most bytes of them at once."""
         if not started:
-            return Taken()
+            return OperatorMemory()
         # Every operator of a step comes here.
         blocks: list[int] = []
         for event in chain.from_iterable(end_legacy_profiler()):
             size = event.cpu_memory_usage()
             if size:  # events of other kinds have none
                 blocks.append(size)
-        return Taken(max(accumulate(blocks), default=0), blocks, sum(blocks))
+        return OperatorMemory(max(accumulate(blocks), default=0), blocks, sum(blocks))
 
 
 class PeakAccount(Account):
@@ -151,8 +151,8 @@ class PeakAccount(Account):
             reset_peak_memory(self._device)
             return allocated_and_peak(self._device)[0]
 
-    def stop(self, started: int) -> Taken:
+    def stop(self, started: int) -> OperatorMemory:
         """The peak of the statistics, beyond what was there before."""
         with DisableTorchDispatch():
             allocated, peak = allocated_and_peak(self._device)
-            return Taken(max(0, peak - started), stays=allocated - started)
+            return OperatorMemory(max(0, peak - started), stays=allocated - started)

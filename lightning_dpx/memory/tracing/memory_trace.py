@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import clock_of, is_host, synchronize
-from lightning_dpx.memory.tracing.allocator_account import Account, Taken, account_of
+from lightning_dpx.memory.tracing.allocator_account import Account, OperatorMemory, account_of
 from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.torch_compat import (
@@ -56,7 +56,7 @@ class Allocation:
         self.died_operator: int | None = None
 
 
-class _Course:
+class _PeakWithin:
     """What an operator took that also made what stays, such as the gradient of a parameter.
 
     At the moment when it had most inside, that may not have been there yet.
@@ -64,7 +64,7 @@ class _Course:
 
     __slots__ = ("_before", "_made", "_taken")
 
-    def __init__(self, before: int, taken: Taken, made: list[Allocation]) -> None:
+    def __init__(self, before: int, taken: OperatorMemory, made: list[Allocation]) -> None:
         self._before = before
         self._taken = taken
         self._made = made
@@ -127,7 +127,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds: float = 0.0
         self.communicates: bool = False
         self.curve: list[int] = []
-        self._courses: dict[int, _Course] = {}
+        self._courses: dict[int, _PeakWithin] = {}
         self.operators: list[int] = []
         self.called: list[Any] = []
         self._lock = threading.RLock()  # backward has a thread per device
@@ -190,7 +190,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(func, out, args, kwargs, taken)
         return out
 
-    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, Taken]:
+    def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, OperatorMemory]:
         """The results of an operator, the seconds that it took, and the memory."""
         token = self._account.start()
         start = self._clock()
@@ -204,7 +204,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             taken = self._account.stop(token)
         return out, seconds, taken
 
-    def _see(self, func: Any, out: Any, args: Any, kwargs: Any, taken: Taken) -> None:
+    def _see(self, func: Any, out: Any, args: Any, kwargs: Any, taken: OperatorMemory) -> None:
         # What the sum before this operator has replaced would be gone by now.
         self._settle()
         before = self.live
@@ -239,7 +239,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The allocator's account includes the results.
         inside = self._inside(func, args, out, taken.most - (self.live - before))
         if inside and len(self.allocations) > earlier:
-            self._courses[self.now] = _Course(before, taken, self.allocations[earlier:])
+            self._courses[self.now] = _PeakWithin(before, taken, self.allocations[earlier:])
         self.operators.append(self._event(inside))
 
     def _inside(self, func: Any, args: Any, out: Any, counted: int) -> int:

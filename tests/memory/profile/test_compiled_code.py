@@ -8,7 +8,7 @@ import lightning_dpx as dpx
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.profile.compiled_code import most_without
 from lightning_dpx.memory.profile.profiler import profile_step
-from lightning_dpx.memory.tracing.allocator_account import Taken
+from lightning_dpx.memory.tracing.allocator_account import OperatorMemory
 from tests.conftest import COMPILES
 from tests.memory.execute.test_compiled_calls import CHEAP, Model, peak
 
@@ -32,7 +32,7 @@ def test_the_peak_of_a_compiled_step_is_predicted_with_and_without_a_plan(form: 
 
 
 def test_first_gradients_of_parameters_are_no_activations() -> None:
-    taken = Taken(70, [40, 10, -10, 20, 10])
+    taken = OperatorMemory(70, [40, 10, -10, 20, 10])
     assert most_without(taken, []) == 70
     assert most_without(taken, [40]) == 30
     assert most_without(taken, [10, 99]) == 60

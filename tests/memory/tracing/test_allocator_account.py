@@ -17,7 +17,7 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import Profile, plan_profile, profile_module
 from lightning_dpx.memory.module_step import loss_of
 from lightning_dpx.memory.profile.data import most_with
-from lightning_dpx.memory.tracing.allocator_account import Taken
+from lightning_dpx.memory.tracing.allocator_account import OperatorMemory
 from tests.conftest import SIMULATED
 from tests.memory.allocating_nets import NETS
 
@@ -118,7 +118,7 @@ def test_an_operator_that_fails_leaves_no_profiler_behind() -> None:
 
 def test_blocks_that_stay_count_from_when_they_came() -> None:
     """Of two blocks of one size, one of which goes, the later one stays: what was there before it came is most."""
-    taken = Taken(130, (100, 30, -100, 100, 20, -20))
+    taken = OperatorMemory(130, (100, 30, -100, 100, 20, -20))
     assert taken.until_each_stays() == [(30, 100), (100, 130)]
 
 
