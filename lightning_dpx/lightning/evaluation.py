@@ -46,7 +46,7 @@ class EvaluationFlow:
             slices = session.slices.of(name, args[0])  # it may have to run whole, or in fewer slices
             is_known = True
         if len(slices) == 1 and not session.has_processes:
-            batch = session.given(slices[0], loader_index(args))
+            batch = session.batch_for(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
             try:

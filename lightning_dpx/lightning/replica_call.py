@@ -83,7 +83,7 @@ class ReplicaCall:
         recording = _NOTHING if self._logs_at_once else log.recording(module)  # type: ignore[arg-type]
         context = session.context(module) if session.has_contexts else _NOTHING
         with recording, context:
-            batch = session.moved(batch_slice, self._transfer)
+            batch = session.to_replica(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
         session.batch_writes.let_go(batch_slice, others_follow=session.replicas.cuts_slices)
         if self._stops is not None and session.trainer.should_stop:

@@ -157,14 +157,14 @@ class Session(Run):
         """Whether the one replica that takes every batch gets ``batch`` itself, which hooks have got, too."""
         return batch is self._batch_in_place
 
-    def given(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
+    def batch_for(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
         """The batch that the step of a replica gets, on its device."""
         # The object is on its device already, and no hook would make another of it.
         if self.is_in_place(batch_slice.batch):
             return batch_slice.batch
-        return self.moved(batch_slice, Transfer(self.trainer, self.module, dataloader_idx))
+        return self.to_replica(batch_slice, Transfer(self.trainer, self.module, dataloader_idx))
 
-    def moved(self, batch_slice: BatchSlice, transfer: Transfer) -> Any:
+    def to_replica(self, batch_slice: BatchSlice, transfer: Transfer) -> Any:
         """The slice where its replica lives; what the step writes into it is noticed where hooks look."""
         batch = transfer.to_replica(batch_slice)
         if self.batch_writes.is_watched:

@@ -160,7 +160,7 @@ class TrainingFlow:
         session.replicas.release_cores()  # threads may have been given up just before
         if not session.is_in_place(args[0]):
             whole = session.replicas.whole_slice(args[0], 1)
-            args = (session.given(whole), *args[1:])
+            args = (session.batch_for(whole), *args[1:])
         outputs = session.alone(NAME, args, kwargs)
         put_iterators_back(session.module)
         session.end_batch(NAME, args)
@@ -179,7 +179,7 @@ class TrainingFlow:
         session.replicas.release_cores()
         if session.threads.is_open:
             return session.threads.choose(batch_slice, args, kwargs)
-        return session.alone(NAME, (session.given(batch_slice), *args[1:]), kwargs)
+        return session.alone(NAME, (session.batch_for(batch_slice), *args[1:]), kwargs)
 
     def forward(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""
