@@ -99,7 +99,7 @@ class ReplicaCall:
     def share_draws(self, rules: MergeRules) -> None:
         """What one device draws once for a batch, all slices draw alike, as far as it is known."""
         if rules.draws_once:
-            self._draws = BatchDraws(rules.draws_once, self._session.replicas.habits.draws.generators)
+            self._draws = BatchDraws(rules.draws_once, self._session.replicas.traits.draws.generators)
 
     @contextmanager
     def logged_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
@@ -121,7 +121,7 @@ class ReplicaCall:
         # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
         metrics.gives_slices = rules.metrics_give_slices
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
-        watch = session.replicas.habits.draws if rules.news.seen is not None and not rules.draws else None
+        watch = session.replicas.traits.draws if rules.news.seen is not None and not rules.draws else None
         seen = None if watch is None else watch.begin(("first draws", self._name), _SELDOM)
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:

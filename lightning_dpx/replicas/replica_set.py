@@ -34,7 +34,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
-from lightning_dpx.replicas.stage_habits import StageHabits
+from lightning_dpx.replicas.stage_habits import StageTraits
 from lightning_dpx.replicas.stage_watch import StageWatch
 from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes
@@ -235,7 +235,7 @@ class ReplicaSet:
             deadline=deadline,
             beyond=beyond,
         )
-        self.habits: StageHabits = StageHabits(module)
+        self.traits: StageTraits = StageTraits(module)
         self.times: StepTimes | None = None  # of the step that is watched
 
     @property
@@ -318,7 +318,7 @@ class ReplicaSet:
     @property
     def has_met(self) -> bool:
         """Whether micro-batches, in the mode that the module is in, have waited for each other, and still will."""
-        return self.root.module.training in self.habits.met and self.cuts_slices
+        return self.root.module.training in self.traits.met and self.cuts_slices
 
     def choose(self, *, threads: bool) -> None:
         """From now on training steps run every replica in a thread of its own, or stay merged."""
@@ -387,7 +387,7 @@ class ReplicaSet:
             # The turns run in the calling thread, which had given its cores to the lanes.
             lanes.release_cores()
         # In line, replicas draw and write in the order of one device: there is nothing to learn.
-        before = self.habits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
+        before = self.traits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
         # Only while the stage takes turns, when what is found decides whether threads may run it.
         watch: StageWatch | None = None
         if in_turns and len(slices) > 1:
@@ -408,7 +408,7 @@ class ReplicaSet:
         if self.partition.has_micro_batches and slot.was_used:
             self._note_meeting(stage)
         if before is not None and len(tasks) > 1:
-            self._note_draws(stage, in_turns, self.habits.draws.has_drawn(before))
+            self._note_draws(stage, in_turns, self.traits.draws.has_drawn(before))
             self._note_writes(stage, in_turns, watch)
         return values
 
@@ -479,12 +479,12 @@ class ReplicaSet:
                 raise
 
         self.run("backward", slices, walk)
-        self.habits.has_walked_back = True
+        self.traits.has_walked_back = True
 
     def _walk_as_one(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether one joint backward may serve all replicas."""
         # In line on the host, once a backward met no other, and while they are not watched apart.
-        if len(slices) == 1 or not self.habits.has_walked_back:
+        if len(slices) == 1 or not self.traits.has_walked_back:
             return False
         # Gradients of a collective meet in the backward once more. In a joint one nobody can wait.
         if not self._lanes.in_line_on_host or self._lanes.slot.was_used:
@@ -500,12 +500,12 @@ class ReplicaSet:
         """Whether replicas that have threads run this stage one after the other all the same."""
         if not self._lanes.in_threads or self.partition.trains_apart:
             return False
-        return self.habits.needs_order(stage, training=self.root.module.training)
+        return self.traits.needs_order(stage, training=self.root.module.training)
 
     def _note_meeting(self, stage: str) -> None:
         """Micro-batches that take turns in the thread of one device cannot wait there for each other."""
         training = self.root.module.training
-        self.habits.met.add(training)
+        self.traits.met.add(training)
         if self._lanes.in_threads and self.cuts_slices:
             self.partition.leave_slices(training=training)
             warnings.warn(
@@ -521,7 +521,7 @@ class ReplicaSet:
 
     def note_shared_write(self, stage: str) -> None:
         """A stage that writes what all replicas share takes turns from now on, or its slices as one."""
-        self.habits.note_write(stage, training=self.root.module.training)
+        self.traits.note_write(stage, training=self.root.module.training)
         if self.partition.trains_apart:
             self.partition.merges_in_training = True
 
@@ -530,7 +530,7 @@ class ReplicaSet:
         needs_order = False
         if watch is not None:
             needs_order, has_new = watch.compare()
-            self.habits.note_new_state(stage, training=self.root.module.training, has_new=has_new)
+            self.traits.note_new_state(stage, training=self.root.module.training, has_new=has_new)
         if not needs_order and not self.python_state.wrote_shared():
             return
         if not in_turns:
@@ -545,8 +545,8 @@ class ReplicaSet:
     def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
         # That replicas take turns is said once for all stages. What ran in threads is always said:
         # its numbers were drawn in some order, and the step cannot be repeated.
-        known = self.habits.has_drawn
-        self.habits.note_draws(stage, training=self.root.module.training, drew=drew)
+        known = self.traits.has_drawn
+        self.traits.note_draws(stage, training=self.root.module.training, drew=drew)
         if not drew or (in_turns and known):
             return
         if in_turns:
@@ -563,7 +563,7 @@ class ReplicaSet:
 
     def claim_cores(self) -> None:
         """Before a step; see :meth:`Lanes.claim_cores`. Replicas that take turns need the caller's threads."""
-        if self._lanes.in_threads and not self.habits.has_drawn:
+        if self._lanes.in_threads and not self.traits.has_drawn:
             self._lanes.claim_cores()
 
     def release_cores(self) -> None:

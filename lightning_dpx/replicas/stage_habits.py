@@ -5,7 +5,7 @@ from torch import nn
 from lightning_dpx.replicas.draws import DrawWatch
 
 
-class StageHabits:
+class StageTraits:
     """Which stages draw random numbers or write shared Python state, and whether replicas met in one.
 
     A stage is known by its name and by the mode of the module, since dropout draws in training alone.

@@ -26,7 +26,7 @@ class TwoPasses:
 
     def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
-        self._generators = replicas.habits.draws.generators
+        self._generators = replicas.traits.draws.generators
         self._states: dict[int, GeneratorStates] = {}
         # What the first pass makes of them is kept; the second must begin where that one began.
         self._buffers = [buffer.detach().clone() for buffer in replicas.root.buffers]

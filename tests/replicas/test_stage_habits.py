@@ -5,51 +5,51 @@ import torch
 from torch import nn
 
 from lightning_dpx.replicas.replica_set import ReplicaSet
-from lightning_dpx.replicas.stage_habits import StageHabits
+from lightning_dpx.replicas.stage_habits import StageTraits
 
 
 def test_a_stage_needs_order_until_it_was_seen_to_draw_nothing() -> None:
-    habits = StageHabits(nn.Identity())
-    assert habits.needs_order("forward", training=True)
-    habits.note_draws("forward", training=True, drew=False)
-    assert not habits.needs_order("forward", training=True)
-    assert habits.needs_order("forward", training=False), "dropout draws in one mode alone"
+    traits = StageTraits(nn.Identity())
+    assert traits.needs_order("forward", training=True)
+    traits.note_draws("forward", training=True, drew=False)
+    assert not traits.needs_order("forward", training=True)
+    assert traits.needs_order("forward", training=False), "dropout draws in one mode alone"
 
 
 def test_one_stage_that_draws_has_all_of_its_mode_in_order() -> None:
-    habits = StageHabits(nn.Identity())
-    habits.note_draws("backward", training=True, drew=False)
-    habits.note_draws("forward", training=True, drew=True)
-    assert habits.has_drawn
-    assert habits.needs_order("backward", training=True), "activation checkpointing draws again there"
-    habits.note_draws("forward", training=True, drew=False)
-    assert habits.needs_order("forward", training=True), "once is enough"
+    traits = StageTraits(nn.Identity())
+    traits.note_draws("backward", training=True, drew=False)
+    traits.note_draws("forward", training=True, drew=True)
+    assert traits.has_drawn
+    assert traits.needs_order("backward", training=True), "activation checkpointing draws again there"
+    traits.note_draws("forward", training=True, drew=False)
+    assert traits.needs_order("forward", training=True), "once is enough"
 
 
 def test_a_stage_that_writes_shared_state_needs_order_in_its_mode() -> None:
-    habits = StageHabits(nn.Identity())
-    habits.note_draws("forward", training=True, drew=False)
-    habits.note_draws("forward", training=False, drew=False)
-    habits.note_write("forward", training=True)
-    assert habits.needs_order("forward", training=True)
-    assert not habits.needs_order("forward", training=False)
+    traits = StageTraits(nn.Identity())
+    traits.note_draws("forward", training=True, drew=False)
+    traits.note_draws("forward", training=False, drew=False)
+    traits.note_write("forward", training=True)
+    assert traits.needs_order("forward", training=True)
+    assert not traits.needs_order("forward", training=False)
 
 
 def test_a_stage_that_has_made_state_needs_order_in_one_more_step() -> None:
-    habits = StageHabits(nn.Identity())
-    habits.note_draws("forward", training=True, drew=False)
-    habits.note_new_state("forward", training=True, has_new=True)
-    assert habits.needs_order("forward", training=True)
-    habits.note_new_state("forward", training=True, has_new=True)
-    assert not habits.needs_order("forward", training=True), "it makes new state in every step"
+    traits = StageTraits(nn.Identity())
+    traits.note_draws("forward", training=True, drew=False)
+    traits.note_new_state("forward", training=True, has_new=True)
+    assert traits.needs_order("forward", training=True)
+    traits.note_new_state("forward", training=True, has_new=True)
+    assert not traits.needs_order("forward", training=True), "it makes new state in every step"
 
 
 def test_replicas_in_threads_note_what_their_stages_do() -> None:
     replicas = ReplicaSet(nn.Dropout(), [torch.device("cpu")] * 2, execution="threads")
     slices = replicas.slices(torch.ones(4, 2))
     replicas.run("step", slices, lambda part: part.batch + 1)
-    assert not replicas.habits.needs_order("step", training=True)
+    assert not replicas.traits.needs_order("step", training=True)
     with pytest.warns(UserWarning, match="The other draws random numbers on the CPU"):
         replicas.run("other", slices, lambda part: part.replica.module(part.batch))
     replicas.close()
-    assert replicas.habits.has_drawn
+    assert replicas.traits.has_drawn

@@ -168,7 +168,7 @@ class ManualOptimization:
         num_bytes = sum(owner.nbytes for owner in owners if owner.grad is not None)
         if num_bytes > _MOST_BYTES_NOTED or self.strategy.plans_memory:
             return None
-        states = GeneratorStates(self.replicas.devices, generators=self.replicas.habits.draws.generators)
+        states = GeneratorStates(self.replicas.devices, generators=self.replicas.traits.draws.generators)
         return StepStart(self.root, owners, states)
 
     def _refuse_shared_writes(self) -> None:

@@ -34,7 +34,7 @@ class OutOfMemory:
         # Only then: a snapshot of the generators in every step is a cost that
         # nothing would come back for.
         if self.repeats_steps:
-            self._states = GeneratorStates(replicas.devices, generators=replicas.habits.draws.generators)
+            self._states = GeneratorStates(replicas.devices, generators=replicas.traits.draws.generators)
             self._left = MOST_REPEATS
 
     def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
