@@ -19,7 +19,6 @@ from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePl
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
-from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
@@ -32,6 +31,7 @@ from lightning_dpx.lightning.memory.seen_steps import (
 )
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
+from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
 from lightning_dpx.memory import (
     MemoryPlan,
     Planner,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dpx.lightning.memory.other_steps import OtherSteps
 from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
 from tests.memory.made_up import chain
 
 MIB = 1 << 20
