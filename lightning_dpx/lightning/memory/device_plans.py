@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
-from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, plan_shapes, summary
 from lightning_dpx.units import format_mib
 

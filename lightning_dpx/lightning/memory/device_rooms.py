@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.memory.budgets import Budgets
-from lightning_dpx.lightning.memory.seen_steps import by_device
+from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.replicas import BatchSlice, ReplicaSet

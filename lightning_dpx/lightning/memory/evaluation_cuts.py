@@ -17,7 +17,7 @@ from lightning_dpx.lightning.evaluation import loader_index
 from lightning_dpx.lightning.lightning_api import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.seen_steps import by_device
+from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import Call

@@ -12,7 +12,7 @@ import torch
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
-from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_device
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep, by_device
 from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, applied_plan, forecast_plan
 from lightning_dpx.memory.profile.joined_steps import calls_in, has_calls, join_steps, varying_paths
 from lightning_dpx.replicas import BatchSlice, ReplicaSet

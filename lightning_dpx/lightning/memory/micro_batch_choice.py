@@ -17,6 +17,7 @@ from lightning_dpx.errors import BudgetError, DPXError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
+from lightning_dpx.lightning.memory.profiled_steps import TriedSteps, by_device
 from lightning_dpx.lightning.memory.profiling import (
     NoLossError,
     Step,
@@ -26,7 +27,6 @@ from lightning_dpx.lightning.memory.profiling import (
     keeps_gradients,
     profile_slice,
 )
-from lightning_dpx.lightning.memory.seen_steps import TriedSteps, by_device
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch

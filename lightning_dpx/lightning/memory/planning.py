@@ -21,14 +21,14 @@ from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
 from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
-from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
-from lightning_dpx.lightning.memory.seen_steps import (
+from lightning_dpx.lightning.memory.profiled_steps import (
     SeenStep,
     TriedSteps,
     by_device,
     demand,
     profiled_steps,
 )
+from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps

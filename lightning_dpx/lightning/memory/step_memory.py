@@ -24,8 +24,8 @@ from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients, keeps_gradients
-from lightning_dpx.lightning.memory.seen_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
 from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest

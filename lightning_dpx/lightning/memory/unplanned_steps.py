@@ -8,7 +8,7 @@ a step runs, and kept; then the coming steps are profiled until one of them has 
 from collections.abc import Iterable
 
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
-from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep
 from lightning_dpx.memory import AppliedPlan
 from lightning_dpx.units import format_mib
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dpx.lightning.memory.seen_steps import SeenStep
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
 from tests.memory.made_up import chain
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_dpx.lightning.memory.seen_steps import SeenStep, by_device, demand
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep, by_device, demand
 from lightning_dpx.replicas import BatchSlice, Replica
 from tests.memory.made_up import SIZE, chain
 
