@@ -22,9 +22,9 @@ from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
+from lightning_dpx.memory.profile.bookkeeping_in_step import Within
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.planned_steps import Within
 from lightning_dpx.memory.profile.profiler import FreshForward
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.progress import at

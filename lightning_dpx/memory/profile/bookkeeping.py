@@ -5,7 +5,7 @@ planned step, less that of the same step without a plan and of the operators tha
 operators run beside Python, as on accelerators, such time is hidden and does not count.
 
 There the code and what it works on stay in the processor's caches. Between the operators of a larger model they do not,
-and the same lines take two to three times as long; see :mod:`lightning_dpx.memory.profile.planned_steps`.
+and the same lines take two to three times as long; see :mod:`lightning_dpx.memory.profile.bookkeeping_in_step`.
 """
 
 from collections.abc import Callable

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lightning_dpx.memory import apply_plan, plan_profile, profile_step
 from lightning_dpx.memory.module_step import profile_module
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
+from lightning_dpx.memory.profile.bookkeeping_in_step import droppable_values, measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.places import count_places, made_again, seconds_of_places
-from lightning_dpx.memory.profile.planned_steps import droppable_values, measured_in_step, with_bookkeeping
 from lightning_dpx.python_objects.untouched import untouched
 
 
