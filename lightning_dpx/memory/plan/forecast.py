@@ -20,7 +20,7 @@ import numpy as np
 from lightning_dpx.memory.plan.recomputed_values import Outline, values_of_choice
 from lightning_dpx.memory.plan.step_replay import BeyondLimitsError, Limits, StepReplay
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.places import seconds_of_places
+from lightning_dpx.memory.profile.drop_sites import seconds_of_places
 
 _OUT_OF_QUESTION = 2**62  # bytes
 HIDDEN_SHARE = 0.02  # of the time of a copy beside the computation: an assumption, a link over a memory's bandwidth

@@ -42,7 +42,7 @@ class Bookkeeping:
         value: For a value that is made again, beside its operator.
         call: For a call that is replayed as a whole, beside the replay itself.
         tensor: For each tensor that is saved within such a call.
-        place: Of what values take, for each place at which some are dropped; see places.py.
+        place: Of what values take, for each place at which some are dropped; see drop_sites.py.
         usual_places: For each value that is made again, so many places count in ``value`` already.
         again: For each further time that a value is made in a step: nothing is noted then, and found by no hook.
         following: For a step in which anything is dropped, whatever that is: steps with backwards of their own have

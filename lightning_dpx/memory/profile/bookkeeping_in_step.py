@@ -23,7 +23,7 @@ from lightning_dpx.memory.execute.saved_tensor_hooks import ValueActions
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
-from lightning_dpx.memory.profile.places import count_places, made_again
+from lightning_dpx.memory.profile.drop_sites import count_places, made_again
 from lightning_dpx.memory.profile.step_timer import Backward, Forward, StepTimer, is_confirmed
 
 _WORTH_IT = 0.03  # of a step: bookkeeping that takes less of it may as well be what it is elsewhere
@@ -35,7 +35,7 @@ _ENOUGH = 0.4  # seconds
 # what a place takes is not told apart from what a value takes. Otherwise a model of 2,000 layers takes 4 s for it.
 _LONG = 0.02
 # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
-# all do; and the few that are far apart tell what a place takes, see places.py.
+# all do; and the few that are far apart tell what a place takes, see drop_sites.py.
 _EVERY = 2
 _RARELY = 8
 _LEAST_RATIO = 1.0  # of a place to a value: 1.1 to 3.7, mostly 2, where nine models were measured many times

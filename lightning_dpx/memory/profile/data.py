@@ -208,7 +208,7 @@ class Profile:
         calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
         holds: What autograd holds, in order; empty if nothing can be replayed.
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
-        place_seconds: Of bookkeeping at each place at which something is dropped; see places.py.
+        place_seconds: Of bookkeeping at each place at which something is dropped; see drop_sites.py.
         usual_places: Places for each value that is made again, as the values' seconds count them already.
         noting: Seconds of bookkeeping in those of a value that are spent once in a step, however often it is made.
         following: Seconds of bookkeeping of a step in which anything is dropped, whatever that is.

@@ -16,7 +16,7 @@ from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.bookkeeping_in_step import droppable_values, measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.places import count_places, made_again, seconds_of_places
+from lightning_dpx.memory.profile.drop_sites import count_places, made_again, seconds_of_places
 from lightning_dpx.python_objects.untouched import untouched
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dpx.memory.profile.places import count_places, made_again, seconds_of_places
+from lightning_dpx.memory.profile.drop_sites import count_places, made_again, seconds_of_places
 from tests.memory.made_up import chain
 
 
