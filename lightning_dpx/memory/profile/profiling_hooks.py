@@ -15,9 +15,9 @@ from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_rec
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall
-from lightning_dpx.memory.profile.found_values import DeadValue, FoundValues
 from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
 from lightning_dpx.memory.profile.trials import try_values
+from lightning_dpx.memory.profile.value_table import DeadValue, FoundValues
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
 

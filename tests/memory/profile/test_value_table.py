@@ -4,7 +4,7 @@ import torch
 
 from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.profile.data import SavedValue
-from lightning_dpx.memory.profile.found_values import DeadValue, FoundValues
+from lightning_dpx.memory.profile.value_table import DeadValue, FoundValues
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 
 
