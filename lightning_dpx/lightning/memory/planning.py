@@ -14,7 +14,6 @@ from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
 from lightning_dpx.lightning.memory.budgets import Budgets
-from lightning_dpx.lightning.memory.confirmation import Confirmation
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
@@ -29,6 +28,7 @@ from lightning_dpx.lightning.memory.profiled_steps import (
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
+from lightning_dpx.lightning.memory.room_check_schedule import Confirmation
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory.confirmation import Confirmation
+from lightning_dpx.lightning.memory.room_check_schedule import Confirmation
 from tests.conftest import make_trainer
 from tests.lightning.memory.test_manual_planning import Watch
 
