@@ -21,7 +21,7 @@ from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrap
 from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
-from lightning_dpx.memory.execute.twins import twins_of_calls
+from lightning_dpx.memory.execute.similar_values import twins_of_calls
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.python_objects.object_graph import CopiedEmpty

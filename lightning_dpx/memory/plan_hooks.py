@@ -5,7 +5,7 @@ from torch import nn
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
-from lightning_dpx.memory.execute.twins import KnownDecision, Room, Twins
+from lightning_dpx.memory.execute.similar_values import KnownDecision, Room, Twins
 from lightning_dpx.memory.plan.plan import MemoryPlan
 
 _WATCHED = 8  # steps

@@ -16,8 +16,8 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
 from lightning_dpx.memory.execute.routine_forwards import OF_ANOTHER_STEP, FollowedForward, RoutineForward, SavedSizes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization, ValueActions
+from lightning_dpx.memory.execute.similar_values import Twins
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.twins import Twins
 from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.powers import is_power_of_two
 from lightning_dpx.torch_compat import (

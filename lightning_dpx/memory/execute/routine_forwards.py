@@ -15,8 +15,8 @@ from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import ROOT, Entered, Event, Noted, Routine, Saved
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack
+from lightning_dpx.memory.execute.similar_values import LARGER
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.twins import LARGER
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.memory.execute.values import Value, View, keep
 from lightning_dpx.torch_compat import (

@@ -30,8 +30,8 @@ from lightning_dpx.memory.execute.known_values import KnownValues
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import RECIPES
+from lightning_dpx.memory.execute.similar_values import Twins
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.twins import Twins
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
 from lightning_dpx.memory.execute.values import (
     Identity,
