@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_dpx.arguments import check_is_module
 from lightning_dpx.python_objects.compiled import uncompiled
+from lightning_dpx.python_objects.leave_no_trace import BeforeWrites, untouched
 from lightning_dpx.python_objects.overrides import preserve_modes
-from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
 from lightning_dpx.torch_compat import key_of, tree_leaves, tree_map_only
 
 Run = Callable[[], Any]
@@ -216,7 +216,7 @@ class CallStack:
 
 @contextmanager
 def preserve_module_state(module: nn.Module) -> Iterator[None]:
-    """What runs in here leaves no trace; see :func:`lightning_dpx.python_objects.untouched.untouched`."""
+    """What runs in here leaves no trace; see :func:`lightning_dpx.python_objects.leave_no_trace.untouched`."""
     # The mode ends first, so that what is put back does not count as a write of the run.
     with uncompiled(), untouched(module) as writes, BeforeWrites(writes):
         yield

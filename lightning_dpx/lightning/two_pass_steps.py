@@ -17,7 +17,7 @@ import torch
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.python_objects.untouched import untouched
+from lightning_dpx.python_objects.leave_no_trace import untouched
 from lightning_dpx.replicas import BatchSlice, TwoPasses
 from lightning_dpx.torch_compat import run_backward, tree_leaves, tree_map_only
 

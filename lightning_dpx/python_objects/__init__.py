@@ -14,6 +14,6 @@ compiled            what torch.compile has compiled, and runs without it
 gc_pause            Python's collector of cyclic garbage rests
 trial_garbage       what a trial of a step leaves in cycles is freed, and nothing older is searched
 other_threads       whether code of the user's own runs beside this thread
-untouched           a run of a module that leaves no trace
+leave_no_trace      a run of a module that leaves no trace
 digest              a short text that tells runs apart by what they depend on
 """

@@ -14,7 +14,7 @@ from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel, WatchedReplay
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
-from lightning_dpx.python_objects.untouched import BeforeWrites, CopyOnWrite
+from lightning_dpx.python_objects.leave_no_trace import BeforeWrites, CopyOnWrite
 from lightning_dpx.torch_compat import FakeTensorMode
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from lightning_dpx.memory import MemoryPlan, Profile, apply_plan, profile_module
 from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.module_step import loss_of
 from lightning_dpx.memory.plan.make_plan import plan_candidates
-from lightning_dpx.python_objects.untouched import untouched
+from lightning_dpx.python_objects.leave_no_trace import untouched
 
 PLAIN = 2.0  # seconds, in which a scripted step says that it runs
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.python_objects.untouched import untouched
+from lightning_dpx.python_objects.leave_no_trace import untouched
 from lightning_dpx.torch_compat import forward_hooks_of, forward_pre_hooks_of
 
 Register = Callable[["Hooked"], Any]

@@ -29,7 +29,7 @@ from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
-from lightning_dpx.python_objects.untouched import untouched
+from lightning_dpx.python_objects.leave_no_trace import untouched
 from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves
 
 _BACKWARD = "CompiledFunctionBackward"

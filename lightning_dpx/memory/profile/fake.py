@@ -42,7 +42,7 @@ from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates, rates_
 from lightning_dpx.memory.tracing.allocator_account import Account, OperatorMemory
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.memory.tracing.scratch import inside_bytes
-from lightning_dpx.python_objects.untouched import CopyOnWrite, untouched
+from lightning_dpx.python_objects.leave_no_trace import CopyOnWrite, untouched
 from lightning_dpx.torch_compat import (
     FakeTensor,
     FakeTensorMode,

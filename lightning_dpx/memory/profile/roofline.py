@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_dpx.devices import modelled_rates
-from lightning_dpx.python_objects.untouched import written_tensors
+from lightning_dpx.python_objects.leave_no_trace import written_tensors
 from lightning_dpx.torch_compat import TorchDispatchMode, key_of, schema_of
 
 aten: Any = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dpx.devices import clock_of, synchronize
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.tracing.communication import CommunicationWatch, has_other_processes
-from lightning_dpx.python_objects.untouched import CopyOnWrite
+from lightning_dpx.python_objects.leave_no_trace import CopyOnWrite
 
 T = TypeVar("T")
 Forward = Callable[[], Tensor | None]

@@ -22,8 +22,8 @@ import torch
 
 from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.tracing.allocator_account import Account, OperatorMemory, account_of
+from lightning_dpx.python_objects.leave_no_trace import CopyOnWrite
 from lightning_dpx.python_objects.overrides import Overrides
-from lightning_dpx.python_objects.untouched import CopyOnWrite
 from lightning_dpx.torch_compat import (
     COLLECTIVES,
     FakeTensor,

@@ -17,7 +17,7 @@ from lightning_dpx.memory.profile.bookkeeping_in_step import droppable_values, m
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.drop_sites import count_places, made_again, seconds_of_places
-from lightning_dpx.python_objects.untouched import untouched
+from lightning_dpx.python_objects.leave_no_trace import untouched
 
 
 class Block(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_dpx as dpx
+from lightning_dpx.python_objects.leave_no_trace import BeforeWrites, untouched
 from lightning_dpx.python_objects.object_state import ObjectState
-from lightning_dpx.python_objects.untouched import BeforeWrites, untouched
 from tests.conftest import make_loader, make_trainer
 
 RANDOM = np.random.default_rng(3)
