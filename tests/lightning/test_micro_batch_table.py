@@ -23,8 +23,8 @@ from tests.lightning.manual import test_manual_gradients as by_hand
 from tests.lightning.manual.test_manual import GAN, SAMByTwoSteps, WithSAM
 from tests.lightning.metrics.test_metrics import Measured
 from tests.lightning.test_iterators import InAnObject, OfAGenerator, OfAList
-from tests.lightning.test_loose_tensors import Temperature, TwoOptimizers
 from tests.lightning.test_python_state import ClosesOverItself, Schedules
+from tests.lightning.test_unregistered_tensors import Temperature, TwoOptimizers
 
 Values = dict[str, torch.Tensor]
 Trained = Callable[..., Values]  # called with a class of modules and a trainer's options
