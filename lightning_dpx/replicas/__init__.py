@@ -8,8 +8,8 @@ from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensor
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
+from lightning_dpx.replicas.executor_choice import Execution
 from lightning_dpx.replicas.joint_backward import Roots
-from lightning_dpx.replicas.lanes import Execution
 from lightning_dpx.replicas.merging.appended_items import ListPlace, ListWatch, find_lists, without_graphs
 from lightning_dpx.replicas.merging.attribute_rules import AttributeRules
 from lightning_dpx.replicas.merging.by_type import gather

@@ -24,8 +24,8 @@ from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, as_rank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
+from lightning_dpx.replicas.executor_choice import Execution, Lanes
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
-from lightning_dpx.replicas.lanes import Execution, Lanes
 from lightning_dpx.replicas.merging.rules import Weights
 from lightning_dpx.replicas.micro_batches import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure

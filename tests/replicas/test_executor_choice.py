@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_dpx.replicas.lanes import Lanes, make_executor
+from lightning_dpx.replicas.executor_choice import Lanes, make_executor
 from lightning_dpx.replicas.workers import InlineExecutor, ThreadedExecutor
 from tests.conftest import SIMULATED, sim_device
 
