@@ -42,7 +42,7 @@ from lightning_dpx.bench import (
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.devices import num_usable_cpus
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
-from lightning_dpx.lightning.quiet import quiet_lightning
+from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.simulate import is_built, simulate
 
 

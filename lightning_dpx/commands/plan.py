@@ -38,7 +38,7 @@ from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.memory.rank_run import rank_run
 from lightning_dpx.lightning.memory.step_times import Machines
 from lightning_dpx.lightning.monitors.base import format_rows
-from lightning_dpx.lightning.quiet import quiet_lightning
+from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.memory import PLANNERS, describe_cut, format_plan, plan_profile
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan, draw_prices, save_figure, write_page

@@ -38,7 +38,7 @@ from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, PossibleUserWarning, Trainer
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.monitors.base import format_rows
-from lightning_dpx.lightning.quiet import quiet_lightning
+from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, Tuning, rows_of_data, tune_batch_size
 from lightning_dpx.memory import PLANNERS
 from lightning_dpx.memory.plan_cache import PlanCache

@@ -39,7 +39,7 @@ from lightning_dpx.lightning.memory.dry_run import (
 )
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
-from lightning_dpx.lightning.quiet import quiet_lightning
+from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.notebook import html_table

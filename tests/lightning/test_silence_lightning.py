@@ -1,6 +1,6 @@
 import logging
 
-from lightning_dpx.lightning.quiet import quiet_lightning
+from lightning_dpx.lightning.silence_lightning import quiet_lightning
 
 
 def test_lightning_says_nothing_but_warnings_and_speaks_again_after() -> None:
