@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.lightning.rehearsal.surroundings import Reached
+from lightning_dpx.lightning.rehearsal.outside_state import Reached
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.other_threads import user_code_runs_elsewhere
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks

@@ -33,9 +33,9 @@ from lightning_dpx.lightning.manual.acts_once import unwrapped_optimizer
 from lightning_dpx.lightning.metrics.metrics import KINDS, ReplicaMetrics, put_back, states_of
 from lightning_dpx.lightning.optimizer_settings import SettingsSnapshot
 from lightning_dpx.lightning.rehearsal.counting_logger import counting_logger
+from lightning_dpx.lightning.rehearsal.outside_state import Attributes, Surroundings
 from lightning_dpx.lightning.rehearsal.real_module import RealModule
 from lightning_dpx.lightning.rehearsal.run_draws import RunDraws
-from lightning_dpx.lightning.rehearsal.surroundings import Attributes, Surroundings
 from lightning_dpx.python_objects.preserve import advance, held_generators
 from lightning_dpx.python_objects.process_settings import SettingsWatch
 from lightning_dpx.python_objects.reachable import reachable

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from lightning_dpx.lightning.rehearsal.comparison.observation import state_outside
-from lightning_dpx.lightning.rehearsal.surroundings import Surroundings, is_small_container
+from lightning_dpx.lightning.rehearsal.outside_state import Surroundings, is_small_container
 from tests import helpers
 from tests.conftest import make_trainer
 
