@@ -29,7 +29,7 @@ from lightning_dpx.lightning.memory.profiling import NoLossError, end_of_step, k
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
-from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest, hide_optimizers
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import (
     MemoryPlan,

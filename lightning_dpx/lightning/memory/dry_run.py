@@ -36,7 +36,7 @@ from lightning_dpx.lightning.memory.profiling import (
     seconds_of_slice,
 )
 from lightning_dpx.lightning.memory.step_times import Machines, SliceOfStep, predicted_steps
-from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import BesideActivations, MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned

@@ -21,7 +21,7 @@ from lightning_dpx.lightning.lightning_api import (
 )
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.logging import StepLog
-from lightning_dpx.lightning.rehearsal.guest_step import hide_optimizers
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.profiler import Run

@@ -28,7 +28,7 @@ from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
-from lightning_dpx.lightning.rehearsal.guest_step import ManualGuest
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.memory import BesideActivations
