@@ -34,7 +34,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
-from lightning_dpx.replicas.stage_habits import StageTraits
+from lightning_dpx.replicas.stage_traits import StageTraits
 from lightning_dpx.replicas.stage_watch import StageWatch
 from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.replicas.replica_set import ReplicaSet
-from lightning_dpx.replicas.stage_habits import StageTraits
+from lightning_dpx.replicas.stage_traits import StageTraits
 
 
 def test_a_stage_needs_order_until_it_was_seen_to_draw_nothing() -> None:
