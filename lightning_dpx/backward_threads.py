@@ -110,11 +110,9 @@ def _pass_through(probe: tuple[torch.Tensor, torch.Tensor] | None) -> None:
 
 @cache
 def _probe_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """An empty tensor with a graph, and its gradient; ``None`` where the device cannot be used.
-
-    Of the nodes in a queue the engine takes the one that was made last, by a count of each thread. A thread of its own
-    makes this one, so its count is the lowest, and it comes after all that was queued before.
-    """
+    """An empty tensor with a graph, and its gradient; ``None`` where the device cannot be used."""
+    # Of the nodes in a queue the engine takes the one that was made last, by a count of each thread. A thread
+    # of its own makes this one, so its count is the lowest, and it comes after all that was queued before.
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def make() -> None:

@@ -407,10 +407,8 @@ class TrainingStep:
         self._collect_buffers()
 
     def _collect_buffers(self) -> None:
-        """Collects the buffers, which must not change before backward has ended.
-
-        Batch norm keeps its running statistics for the backward.
-        """
+        """Collects the buffers, which must not change before backward has ended."""
+        # Batch norm keeps its running statistics for the backward.
         self._replicas.state.buffers.collect(self._active, self._rows_of_active, self._choice_of_buffers)
 
     @property

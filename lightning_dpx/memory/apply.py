@@ -419,11 +419,10 @@ def check_is_plan(plan: object) -> None:
 
 
 def _check_units(module: nn.Module, plan: MemoryPlan) -> None:
-    """Refuses a plan that may need parameters of a unit of FSDP1 in the backward of another one.
-
-    On a GPU they may be on their way by then: the numbers would be wrong without a word. With ``fully_shard`` nothing
-    is made again beyond the inputs of a unit, which have an operator there that no recipe knows.
-    """
+    """Refuses a plan that may need parameters of a unit of FSDP1 in the backward of another one."""
+    # On a GPU they may be on their way by then: the numbers would be wrong without a word. With
+    # ``fully_shard`` nothing is made again beyond the inputs of a unit, which have an operator there that no
+    # recipe knows.
     units = inner_units(module)
     if plan.units != units:
         raise PlanError(

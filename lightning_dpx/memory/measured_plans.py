@@ -168,11 +168,9 @@ def _ratios(plans: Sequence[MemoryPlan], timer: StepTimer, module: nn.Module, fo
 
 
 def _ratios_in_turns(at_work: Sequence[_PlanAtWork], timer: StepTimer, forward: FreshForward) -> list[float]:
-    """The medians of steps with each plan over the steps without one right before and after.
-
-    A processor that others use as well may be half as fast for a second: that cancels out within a turn, where the
-    least times of all may come from different seconds.
-    """
+    """The medians of steps with each plan over the steps without one right before and after."""
+    # A processor that others use as well may be half as fast for a second: that cancels out within a turn,
+    # where the least times of all may come from different seconds.
     spent = 0.0
     ratios: list[list[float]] = [[] for _ in at_work]
     for hooks in at_work:  # they are put on when they are made

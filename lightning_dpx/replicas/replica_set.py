@@ -576,11 +576,9 @@ class ReplicaSet:
 
 
 def _execution_of(module: nn.Module, asked: Execution) -> Execution:
-    """What was asked for, or in line where code is compiled.
-
-    Threads that enter compiled code at once make each other's guards fail, as "Dynamo is not thread safe"
-    (pytorch/pytorch#118260): it was compiled anew each time, until torch gave it up.
-    """
+    """What was asked for, or in line where code is compiled."""
+    # Threads that enter compiled code at once make each other's guards fail, as "Dynamo is not thread safe"
+    # (pytorch/pytorch#118260): it was compiled anew each time, until torch gave it up.
     compiled = compiled_names(module)
     if asked == "threads" and compiled:
         warnings.warn(

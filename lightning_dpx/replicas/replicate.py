@@ -661,10 +661,8 @@ def _parts_first(module: nn.Module) -> list[nn.Module]:
 
 
 def _state_of(child: nn.Module) -> Any:
-    """What a copy of ``child`` begins with.
-
-    A compiled module would be copied by its constructor, which forgets its hooks.
-    """
+    """What a copy of ``child`` begins with."""
+    # A compiled module would be copied by its constructor, which forgets its hooks.
     if isinstance(child, OptimizedModule):
         return child.__getstate__()  # type: ignore[no-untyped-call]
     reduced: Any = child.__reduce_ex__(4)  # as copy.deepcopy does

@@ -206,10 +206,8 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _keep(target: torch.Tensor, p: float) -> torch.Tensor:
-    """Bernoulli draws; where they would keep nothing of any row, they keep all: zeros are equal, however they are cut.
-
-    Stochastic depth draws one number for a row, and dropout over a few features may well drop all of them.
-    """
+    """Bernoulli draws; where they would keep nothing of any row, they keep all: zeros are equal, however cut."""
+    # Stochastic depth draws one number for a row, and dropout over a few features may well drop all of them.
 
     def fill(small: torch.Tensor, generator: torch.Generator) -> None:
         small.bernoulli_(p, generator=generator)

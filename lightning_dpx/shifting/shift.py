@@ -258,11 +258,9 @@ def _has_ancestor(name: str, chosen: set[str]) -> bool:
 
 
 def _shifted_elsewhere(module: nn.Module) -> set[int]:
-    """The ids of what other shifted modules hold.
-
-    What ``module`` shares with one of them, as replicas do a metric, is that one's: a copy of it would lead both shifts
-    to the same module, of which one would never come off.
-    """
+    """The ids of what other shifted modules hold."""
+    # What ``module`` shares with one of them, as replicas do a metric, is that one's: a copy of it would lead
+    # both shifts to the same module, of which one would never come off.
     found: set[int] = set()
     for other in list(_SHIFTS):
         if other is not module:

@@ -51,10 +51,9 @@ def is_loaded() -> bool:
 
 
 def _require_autograd_threads() -> None:
-    """Autograd starts its threads at the first backward of a process, for the devices that it knows by then.
-
-    One backward on every device: a thread that still waits for the GIL when the process exits would abort it.
-    """
+    """Autograd starts its threads at the first backward of a process, for the devices that it knows by then."""
+    # One backward on every device: a thread that still waits for the GIL when the process exits would abort
+    # it.
     torch.ops.dpx_sim.set_devices(MAX_DEVICES)  # until simulate() says how many
     # For the most devices that there can be, as threads cannot be added later.
     probes = [torch.ones((), device=f"sim:{index}", requires_grad=True) for index in range(MAX_DEVICES)]

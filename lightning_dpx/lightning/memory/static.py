@@ -126,10 +126,8 @@ class StaticMemory:
 
 
 def _held_by(holder: Any) -> list[torch.Tensor]:
-    """The tensors on the host in attributes of an object, in containers and modules there.
-
-    Not in other objects, which may lead anywhere, as to the Trainer and from there to the data.
-    """
+    """The tensors on the host in attributes of an object, in containers and modules there."""
+    # Not in other objects, which may lead anywhere, as to the Trainer and from there to the data.
     found: list[torch.Tensor] = []
     seen: dict[int, Any] = {}  # what was met, which is held so that its id stays its own
     waiting = list((own_attributes(holder) or {}).values())

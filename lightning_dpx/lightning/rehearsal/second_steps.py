@@ -98,10 +98,8 @@ class SecondSteps:
             out.blame_sums(added_up)
 
     def _tell_extremes(self, judge: JudgingRules, out: Comparison, first: Observation, of_news: Sequence[str]) -> None:
-        """Tells numbers that are the largest sum of a batch so far, and those that count what is new.
-
-        A second step on the same rows changes neither of them.
-        """
+        """Tells numbers that are the largest sum of a batch so far, and those that count what is new."""
+        # A second step on the same rows changes neither of them.
         for path in of_news:
             if self._is_largest(judge, first, path):
                 judge.attributes.settle(path, ())
@@ -112,10 +110,9 @@ class SecondSteps:
                 out.notes.append(f"What slices add to self.{path} is added up, as of a count of what is new")
 
     def _is_largest(self, judge: JudgingRules, first: Observation, path: str) -> bool:
-        """Whether a number that was a little less before the batch is raised by one device, and by no slice.
-
-        The sum of all rows is more than it was, and that of some is not; a count goes on from there on both sides.
-        """
+        """Whether a number that was a little less before the batch is raised by one device, and by no slice."""
+        # The sum of all rows is more than it was, and that of some is not; a count goes on from there on both
+        # sides.
         before, after = first.state_before.get(path), first.numbers[path]
         # Tensors are left out: what a step adds to one, element by element, is seldom the largest of anything.
         if type(before) not in (int, float) or type(after) not in (int, float) or before == after:
@@ -215,10 +212,9 @@ class SecondSteps:
             ) from None
 
     def _adding_up(self, kept: Sequence[str], first: Observation, second: Observation) -> list[str]:
-        """Of the attributes that steps ``kept``, those that a second step on the same rows has changed again.
-
-        A loss that is kept to be looked at is the same then; a count of hits, or a matrix of confusions, is not.
-        """
+        """Of the attributes that steps ``kept``, those that a second step on the same rows has changed again."""
+        # A loss that is kept to be looked at is the same then; a count of hits, or a matrix of confusions, is
+        # not.
         if self._step.by_hand and kept:
             # It begins with other weights, and what is computed by them is another value each time.
             second = self._whole_run.observe(sum(self._sizes), num_steps=2, same_weights=True)

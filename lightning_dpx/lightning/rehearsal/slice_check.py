@@ -194,12 +194,10 @@ class SliceCheck:
         return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
 
     def _rounding(self, sliced: Observation, comparison: Comparison, unstable: frozenset[str]) -> frozenset[str]:
-        """What differs as roundings grow, beside what is ``unstable``.
-
-        In a loss of two numbers that cancel out nothing else may be left. Noise is the same for all rows in a
-        rehearsal: what a norm makes of these is zero but for roundings, and which side of a kink that is on decides a
-        gradient; an optimizer that divides by its gradients moves what has none.
-        """
+        """What differs as roundings grow, beside what is ``unstable``."""
+        # In a loss of two numbers that cancel out nothing else may be left. Noise is the same for all rows in
+        # a rehearsal: what a norm makes of these is zero but for roundings, and which side of a kink that is
+        # on decides a gradient; an optimizer that divides by its gradients moves what has none.
         moved = self._step.by_hand and bool(comparison.kept)  # by new weights, which only a step by hand has
         if not comparison.differences and not moved:
             return frozenset()
@@ -220,11 +218,9 @@ class SliceCheck:
         return found - unstable_between(self._whole, again, self._step.tolerance)
 
     def _needs_second_steps(self, judge: JudgingRules, comparison: Comparison) -> bool:
-        """Whether the first step leaves something behind whose rule only another one can tell.
-
-        A decayed count grows like any other from zero, a number that is set looks like one that is added to it, and a
-        running minimum that begins at infinity is the first loss.
-        """
+        """Whether the first step leaves something behind whose rule only another one can tell."""
+        # A decayed count grows like any other from zero, a number that is set looks like one that is added to
+        # it, and a running minimum that begins at infinity is the first loss.
         # A second step costs as much as the first, and what keeps nothing has no second one that differs.
         goes_on = comparison.kept or judge.attributes.numbers.settings or "sum" in judge.buffers.values()
         kinds = {kind for kind, _ in comparison.differences}

@@ -157,11 +157,9 @@ class CallNames:
 
     @property
     def _saving(self) -> "_Running | None":
-        """The step that saves a tensor in this thread.
-
-        In a backward of the step's own that is a thread of autograd's, in which nothing began. If several threads run
-        the module at once, it is not known which of them that belongs to.
-        """
+        """The step that saves a tensor in this thread."""
+        # In a backward of the step's own that is a thread of autograd's, in which nothing began. If several
+        # threads run the module at once, it is not known which of them that belongs to.
         running: _Running | None = getattr(self._local, "running", None)
         if running is None and len(self._running) == 1:
             return self._running[0]

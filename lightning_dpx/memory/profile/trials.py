@@ -357,10 +357,8 @@ def _copying(values: Iterable[Value], costs: CostModel) -> dict[Value, float]:
 
 
 def _is_scratch(value: Value) -> bool:
-    """Whether it may be what a library keeps for itself: bytes, some of which are never written or read.
-
-    They differ from call to call; that the call's other results are the same tells that they will do.
-    """
+    """Whether it may be what a library keeps for itself: bytes, some of which are never written or read."""
+    # They differ from call to call; that the call's other results are the same tells that they will do.
     return (
         value.make is select_output
         and not value.operator

@@ -46,11 +46,9 @@ def _div(node: Any) -> Any:
 
 
 def _in_dtype_of(node: Any, operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``operator``, with numbers in the dtype of the result.
-
-    A number is saved as a tensor without dims, which has forgotten that it was a number: a complex one would widen the
-    result.
-    """
+    """``operator``, with numbers in the dtype of the result."""
+    # A number is saved as a tensor without dims, which has forgotten that it was a number: a complex one
+    # would widen the result.
     dtype = node.dtype
     if not dtype.is_complex:
         return operator

@@ -58,11 +58,9 @@ def _of_batch_norm(node: Any, operator: Any, names: tuple[str, str], name_of_eps
 
 
 def _is_folded(x: torch.Tensor, inverse: torch.Tensor, affine: Sequence[torch.Tensor]) -> bool:
-    """Whether batch norm in training multiplies the weight by the inverse deviation before it scales with both.
-
-    So the host does with dense inputs. Elsewhere, and with strides, it scales with one after the other, which rounds
-    differently for weights that are not ones: a profile of a new model would not show it.
-    """
+    """Whether batch norm in training multiplies the weight by the inverse deviation before it scales with both."""
+    # So the host does with dense inputs. Elsewhere, and with strides, it scales with one after the other,
+    # which rounds differently for weights that are not ones: a profile of a new model would not show it.
     if not is_host(x.device):
         return False
     if not affine:
@@ -81,10 +79,8 @@ def _is_folded(x: torch.Tensor, inverse: torch.Tensor, affine: Sequence[torch.Te
 
 
 def _folded(x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, affine: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Batch norm from statistics that are known, so that nothing is reduced.
-
-    Its own inference path does that, with a variance of one and the inverse deviation in the weight.
-    """
+    """Batch norm from statistics that are known, so that nothing is reduced."""
+    # Its own inference path does that, with a variance of one and the inverse deviation in the weight.
     # The weight takes the inverse deviation in, so there must be one.
     weight, bias = affine if affine else (torch.ones_like(inverse), torch.zeros_like(inverse))
     one = torch.ones_like(inverse)

@@ -110,10 +110,8 @@ recipe("LogsumexpBackward0")(with_arguments(aten.logsumexp.default, "dim", "keep
 
 
 def _reduced(operator: Callable[..., torch.Tensor], *arguments: str) -> Recipe:
-    """A recipe of one tensor that is reduced in the dtype of the result.
-
-    A dtype that was asked for is not noted by the node, and converts before it reduces.
-    """
+    """A recipe of one tensor that is reduced in the dtype of the result."""
+    # A dtype that was asked for is not noted by the node, and converts before it reduces.
 
     def make(node: Any) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
         given = [argument(node, name) for name in arguments]

@@ -89,11 +89,9 @@ def lowest(problem: Problem) -> Choice:
 
 
 def _filled(problem: Problem, lowered: list[Choice], budget: int) -> list[Choice]:
-    """Low choices, filled up to the budget; those as they are if none is within it.
-
-    The quickest only: what computes everything many times takes as many times longer to fill up, and ends where the
-    quickest does, or behind it.
-    """
+    """Low choices, filled up to the budget; those as they are if none is within it."""
+    # The quickest only: what computes everything many times takes as many times longer to fill up, and ends
+    # where the quickest does, or behind it.
     times = {choice: problem.forecast(choice).seconds for choice in lowered if problem.forecast(choice).peak <= budget}
     most = _MUCH_SLOWER * min(times.values(), default=0.0)
     until = problem.work + HASTENING  # for all of them together
@@ -181,11 +179,9 @@ def _lowest(problem: Problem) -> list[Choice]:
 
 
 def _nominal(profile: Profile) -> Profile:
-    """The same step with times by rule: one byte, one unit of time; ten for the output of a matrix product.
-
-    Measured times vary from run to run, and the smallest peak should not. Nor should what the memory does not depend on
-    tell two profiles of one step apart.
-    """
+    """The same step with times by rule: one byte, one unit of time; ten for the output of a matrix product."""
+    # Measured times vary from run to run, and the smallest peak should not. Nor should what the memory does
+    # not depend on tell two profiles of one step apart.
     by_rule = []
     for value in profile.values:
         weight = 10 if _HEAVY.search(value.operator) else 1
