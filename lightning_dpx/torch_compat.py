@@ -777,6 +777,10 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     return views
 
 
+# Under such names fully_shard and its like keep what they know of a module.
+COMPOSABLE_STATE = "__composable_api_"
+
+
 def is_layout_hook(hook: Any) -> bool:
     """Whether ``parallelize_module`` has registered it: it brings what a module is given, or gives, to another layout.
 
@@ -830,7 +834,8 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
     "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
-    "compiler_apart", "COMPILER_TYPES", "CompileSettings", "current_function_mode", "current_graph_task_id",
+    "compiler_apart", "COMPILER_TYPES", "CompileSettings", "COMPOSABLE_STATE", "current_function_mode",
+    "current_graph_task_id",
     "default_store", "disable_current_modes", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "dynamo_config", "end_legacy_profiler", "engine_code",
     "execution_engine", "fake_store", "FakeTensor", "FakeTensorMode", "find_compile_backend", "flatten_dense",

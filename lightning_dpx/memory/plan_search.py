@@ -129,7 +129,8 @@ def search_plan(
     if is_sharded and device is None:
         # Asked before its parameters are whole, and nowhere.
         device = device_of(module, batch)
-    agree = agreement_of(module)
+    # Of a sharded module the first process makes the plan of all.
+    agree = None if is_sharded else agreement_of(module)
     # What one process finds there, another may not, and all must profile or none.
     cache = PlanCache(False if is_sharded or agree is not None else plan_cache, _LOG.warning)
     with (

@@ -60,7 +60,7 @@ from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, state_of
 from lightning_dpx.python_objects.reachable import globals_of, is_plain_function
-from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket
+from lightning_dpx.torch_compat import COMPOSABLE_STATE, OpOverload, OpOverloadPacket
 from lightning_dpx.units import MIB
 
 # A LightningModule keeps what runs it under these names, and behind a trainer lies the whole run.
@@ -169,7 +169,8 @@ class ObjectWalk:
             if key in _TRAINERS:
                 if value is not None:
                     self._stop(f"{name} belongs to a trainer")
-            elif key not in OF_EVERY_MODULE:
+            # What fully_shard keeps of a module is looked after by its hooks.
+            elif key not in OF_EVERY_MODULE and not key.startswith(COMPOSABLE_STATE):
                 self._waiting.append((f"{name}.{key}", value))
 
     def _add_class(self, kind: type) -> None:

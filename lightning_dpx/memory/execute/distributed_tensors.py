@@ -18,7 +18,14 @@ import torch
 
 from lightning_dpx.memory.execute.recipes import VIEWS
 from lightning_dpx.memory.execute.values import refuse
-from lightning_dpx.torch_compat import FakeTensor, key_of, on_distributed_tensors, output_metadata, version_counter
+from lightning_dpx.torch_compat import (
+    FakeTensor,
+    disable_current_modes,
+    key_of,
+    on_distributed_tensors,
+    output_metadata,
+    version_counter,
+)
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -59,7 +66,8 @@ class DistributedValue:
         self._stride = tensor.stride()
         self._version = version_counter(tensor)
         self._counter = tensor.detach()  # shares the version, and shall not hold the part
-        nothing = torch.empty(0, dtype=tensor.dtype)
+        with disable_current_modes():  # no operator of the step, which something may be watching
+            nothing = torch.empty(0, dtype=tensor.dtype)
         for name, value in self._consists_of.items():
             if isinstance(value, torch.Tensor):
                 setattr(self._counter, name, nothing)
@@ -127,7 +135,9 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
         known = made_by(node, output) if is_plain else None
         identity = None if known is None else known.identity
         if identity is not None and identity.storage == key_of(part.untyped_storage()):
-            return Origin(part.as_strided(identity.size, identity.stride, identity.offset), node, output)
+            with disable_current_modes():  # likewise
+                base = part.as_strided(identity.size, identity.stride, identity.offset)
+            return Origin(base, node, output)
         name = node.name()
         if name != _FROM_LOCAL and name not in VIEWS and name not in _RESHAPES:
             break
@@ -142,4 +152,5 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
     like = output_metadata(node)[output]
     if like.dtype != part.dtype or torch.Size(like.shape).numel() != part.numel():
         return None
-    return Origin(part.view(torch.Size(like.shape)), node, output)
+    with disable_current_modes():
+        return Origin(part.view(torch.Size(like.shape)), node, output)
