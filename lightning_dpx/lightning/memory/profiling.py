@@ -135,8 +135,7 @@ def _profile_slice(
                 shadow,
                 lambda: end.loss(run(shadow, batch, rows)),
                 device,
-                # What little is left on the host may do, and fewer rows there are not.
-                costs=CostModel(device, watches_room=batch_slice.num_rows >= _FEWEST_ROWS),
+                costs=_costs_of(device, rows, batch_slice.num_rows),
                 accumulates=accumulates,
             )
         if profile.peak and not profile.requests and not backwards.have_run and not shadow.automatic_optimization:
@@ -181,6 +180,16 @@ def _profile_slice(
         "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with "
         "device) and give plan."
     )
+
+
+def _costs_of(device: torch.device, rows: int, all_rows: int) -> CostModel:
+    """Measures a step on ``rows``, which stand for all."""
+    # What little is left on the host may do, and fewer rows there are not.
+    watches_room = all_rows >= _FEWEST_ROWS
+    if rows == all_rows:
+        return CostModel(device, watches_room=watches_room)
+    # The plan is for all rows, and finds values by the names that they have there.
+    return CostModel(device, watches_room=watches_room, part=(rows, all_rows))
 
 
 class _Backwards:

@@ -205,7 +205,8 @@ class Rematerialization(GraphTape):
         if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
             return Unnamed(tensor.detach(), version_counter(tensor))
         node = tensor.grad_fn
-        if node is None and (tensor.requires_grad or tensor.nbytes < SMALL):
+        is_small = self.bytes_of(tensor) < SMALL
+        if node is None and (tensor.requires_grad or is_small):
             return Unnamed(tensor, version_counter(tensor))  # it lives anyway, or is not worth the bookkeeping
         origin = self._origins.get(id(tensor)) if self._origins else None
         base = base_of(tensor) if origin is None else origin.base
@@ -213,7 +214,7 @@ class Rematerialization(GraphTape):
         # seen as another tensor than its real parts.
         if origin is None and (seen := view_base(tensor)) is not None and _is_parameter(seen):
             return Unnamed(tensor if seen.requires_grad else tensor.detach(), version_counter(tensor))
-        if tensor.nbytes < SMALL or type(tensor) not in self.kinds or type(base) not in self.kinds:
+        if is_small or type(tensor) not in self.kinds or type(base) not in self.kinds:
             return Unnamed(tensor.detach(), version_counter(tensor))
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return Unnamed(tensor.detach(), version_counter(tensor))
@@ -222,6 +223,10 @@ class Rematerialization(GraphTape):
         if base is tensor or same_geometry(tensor, base):
             return value
         return View(value, Strides(tensor, value.identity or identity_of(base)))
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Of a tensor in the step that is planned: too small a one is no value, and has no number in its call."""
+        return tensor.nbytes
 
     def value_of_tensor(self, base: torch.Tensor, origin: Origin | None = None) -> Value:
         """The value behind ``base``; the second time the same one."""

@@ -139,7 +139,8 @@ def _on_few_rows(
     def on(count: int) -> Profile:
         given = cut(count)
         here = device_of_step(module, given)
-        costs = RooflineCosts(here, target)
+        # Values have the names that they have in a step on all rows.
+        costs = RooflineCosts(here, target, part=None if count == rows else (count, rows))
         return profile_step(module, step(given), here, context=costs.as_on_target, costs=costs, accumulates=accumulates)
 
     # What the numbers rest on goes into the plan, and is shown with it.

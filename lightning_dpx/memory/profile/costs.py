@@ -50,6 +50,7 @@ class CostModel:
     Args:
         device: Where the tensors of the step are.
         watches_room: Whether a step that the host seems to have no room for is stopped.
+        part: How many rows are run of how many that the step has, if a part of them stands for all.
 
     Attributes:
         basis: What the figures rest on, if not on a step that was measured.
@@ -67,10 +68,16 @@ class CostModel:
     is_sure_at_once: bool = False
 
     def __init__(
-        self, device: torch.device, *, watches_room: bool = True, agree: Callable[[bool], bool] | None = None
+        self,
+        device: torch.device,
+        *,
+        watches_room: bool = True,
+        part: tuple[int, int] | None = None,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.device = device
         self.agree: Callable[[bool], bool] | None = agree
+        self._part = part
         self._watches_room = watches_room and is_host(device)
         self._account = account_of(device)
         self.offloads: bool = not is_host(device)
@@ -81,6 +88,16 @@ class CostModel:
         self._reach: tuple[nn.Module, Reach] | None = None
         if why := hidden_on(device):
             self.basis = f"without what operators take inside: {why}"
+
+    def bytes_in_step(self, tensor: torch.Tensor) -> int:
+        """Of a saved tensor in a step on all rows, as far as its dims tell: the same are to be values there."""
+        if self._part is None or not tensor.dim():
+            return tensor.nbytes
+        rows, all_rows = self._part
+        # Rows come first, also where they are joined with another dim; some modules have them second.
+        if tensor.shape[0] % rows == 0 or rows in tensor.shape:
+            return tensor.nbytes * all_rows // rows
+        return tensor.nbytes
 
     def preserve_module_state(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context for a traced run: puts the module and random generators back."""

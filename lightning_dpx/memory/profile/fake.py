@@ -127,12 +127,13 @@ class RooflineCosts(CostModel):
     Args:
         here: Where the tensors of the step are.
         target: What is planned for.
+        part: As :class:`CostModel` takes it.
     """
 
     is_sure_at_once: bool = True
 
-    def __init__(self, here: torch.device, target: torch.device) -> None:
-        super().__init__(here)
+    def __init__(self, here: torch.device, target: torch.device, *, part: tuple[int, int] | None = None) -> None:
+        super().__init__(here, part=part)
         self.rates: Rates = rates_of(target)
         self._target = target
         self.offloads: bool = not is_host(target)

@@ -63,8 +63,7 @@ def natural_lifetimes(
         AsksItselfError: the run has a backward of its own, and no copies are kept.
     """
     trace = costs.trace().follow_storages_only()
-    hooks = _LifetimeHooks(names, trace, copies=copies)
-    hooks.kinds = costs.kinds
+    hooks = _LifetimeHooks(names, trace, costs, copies=copies)
     with trace, context(), hooks.active():
         result = run()
         count = len(trace.operators)
@@ -86,12 +85,17 @@ class _LifetimeHooks(Rematerialization):
         spans: The memory of every value that was saved, by name.
     """
 
-    def __init__(self, names: CallNames, trace: MemoryTrace, *, copies: bool) -> None:
+    def __init__(self, names: CallNames, trace: MemoryTrace, costs: CostModel, *, copies: bool) -> None:
         super().__init__(names)
+        self.kinds = costs.kinds
+        self._costs = costs
         self._trace = trace
         self._copies = copies
         self.asks_itself = False
         self.spans: dict[str, Allocation | None] = {}
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        return self._costs.bytes_in_step(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         base = view_base(tensor)

@@ -85,6 +85,9 @@ class ProfilingHooks(Rematerialization):
         finally:
             self._distributed = None
 
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        return self._costs.bytes_in_step(tensor)
+
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = self._packed(tensor)
         elements = tensor.numel() if self._distributed is None else self._distributed.numel()

@@ -1,11 +1,13 @@
 """Profiling a step ends, whatever the shape of its graph."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dpx.memory import profile_module
+from lightning_dpx.memory import profile_module, profile_step
+from lightning_dpx.memory.profile.costs import CostModel
 
 
 class _Doubled(nn.Module):
@@ -81,3 +83,19 @@ def test_steps_that_are_timed_leave_nothing_behind() -> None:
     profile_module(module, torch.randn(32, 64))
     assert module.turn == 0
     assert not any(note.any() for note in module.notes)
+
+
+def test_a_part_of_the_rows_has_the_values_that_all_rows_have() -> None:
+    """Too small a tensor is no value and has no number: of few rows that is another one."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 16), nn.Sigmoid())
+    rows = torch.randn(32, 2, 16)
+
+    def names(count: int, **options: Any) -> list[str]:
+        part = rows[:count]
+        meter = CostModel(torch.device("cpu"), **options)
+        profile = profile_step(module, lambda: module(part).sin().mean(), torch.device("cpu"), meter=meter)
+        return [value.name for value in profile.values if value.name]
+
+    assert names(4) != names(32)
+    assert names(4, part=(4, 32)) == names(32)

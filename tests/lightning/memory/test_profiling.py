@@ -1,0 +1,93 @@
+"""A step that does not fit is profiled on fewer of its rows, and its plan is for all of them."""
+
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from tests.conftest import SIMULATED, make_trainer
+
+pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+ROWS = 32
+NARROW = 16
+WIDE = 64
+REFUSALS = ContextVar("REFUSALS", default=0)  # no state of a module, which a profile would put back
+
+
+class Gate(nn.Module):
+    """On few rows it saves tensors that are too small for a plan, and on all rows none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(NARROW, WIDE)
+        self.outer = nn.Linear(WIDE, NARROW)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = x.tanh().sin()
+        wide = self.inner(narrow).tanh().sin().cos()
+        found: torch.Tensor = self.outer(wide).sigmoid()
+        return found
+
+
+class Gates(LightningModule):
+    """Of all rows it needs more than there is, as often as is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Gate() for _ in range(6)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        left = REFUSALS.get()
+        if left and len(rows) == ROWS:
+            REFUSALS.set(left - 1)
+            raise torch.OutOfMemoryError("all rows do not fit")
+        loss: torch.Tensor = self.net(rows).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Peaks(Callback):
+    """Bytes on the first simulated device at a time, step by step."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self.found: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._sim.reset_peak_memory_stats(0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(self._sim.max_memory_allocated(0))
+
+
+def peak_of_fit(sim: Any, refusals: int = 0, **options: Any) -> int:
+    """Bytes at a time in steps after the first one, of batches (32, 4, 16)."""
+    torch.manual_seed(0)
+    peaks = Peaks(sim)
+    rows = torch.randn(3 * ROWS, 4, NARROW, generator=torch.Generator().manual_seed(0))
+    strategy = dpx.DPXStrategy(micro_batches=1, **options)
+    trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1, callbacks=[peaks])
+    token = REFUSALS.set(refusals)
+    try:
+        trainer.fit(Gates(), DataLoader(TensorDataset(rows), ROWS))
+        assert REFUSALS.get() == 0
+    finally:
+        REFUSALS.reset(token)
+    return max(peaks.found[1:])
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.35])
+def test_a_plan_from_fewer_rows_is_for_the_values_of_all(share: float, sim: Any, caplog: Any) -> None:
+    before = sim.memory_allocated(0)
+    budget = before + int(share * (peak_of_fit(sim) - before))
+    assert peak_of_fit(sim, 1, memory_budget=budget, plan_cache=False) <= budget
+    assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
+    assert "steps differ" not in caplog.text
