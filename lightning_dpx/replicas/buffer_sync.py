@@ -1,5 +1,6 @@
 """Keeps the buffers of the replicas equal to replica 0's, and brings together what a step wrote into them."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -46,22 +47,23 @@ class _BufferCandidates:
             return None
         if rule == "mean" and self._owned.is_floating_point():
             total_rows = sum(self._rows)
-            weighted = [value * (rows / total_rows) for value, rows in zip(values, self._rows, strict=True)]
-            return torch.stack(weighted).sum(0)
+            # One after the other: a stack of a large buffer would take as much as all replicas have of it, twice.
+            mean = torch.zeros_like(values[0], dtype=torch.promote_types(values[0].dtype, torch.float32))
+            for value, rows in zip(values, self._rows, strict=True):
+                mean += value * (rows / total_rows)
+            return mean.to(values[0].dtype)
         if rule == "sum" and self._before is not None and self._owned.dtype != torch.bool:
             # What it was, once, and what each replica added to it: a counter of batches or tokens.
             total = self._before.clone()
             for value in values:
-                total = total + (value - self._before)
+                total += value - self._before
             return total
         if rule in ("max", "min") and not self._owned.is_complex():
             # Most buffers are constants, some of them large. To compare them on an accelerator would be to wait for it.
             if is_host(values[0].device) and all(torch.equal(value, values[0]) for value in values[1:]):
                 return values[0]
-            stacked = torch.stack(values)
-            if rule == "max":
-                return stacked.amax(0)
-            return stacked.amin(0)
+            choose = torch.maximum if rule == "max" else torch.minimum
+            return functools.reduce(choose, values)
         if rule == "first":
             return values[0]
         return None

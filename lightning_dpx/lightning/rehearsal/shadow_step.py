@@ -3,13 +3,15 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.gradient_hooks import GradientHooks, has_hooks
@@ -45,8 +47,18 @@ from lightning_dpx.torch_compat import tree_leaves
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_Run = TypeVar("_Run", bound="_OnShadow")
+
 # A step may compute in these, whatever its parameters are of: by autocast, or as losses of 32 bits behind float64.
 _ROUNDING = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _OnShadow(Protocol):
+    """Runs a step on a shadow."""
+
+    step: "ShadowStep"
 
 
 class ShadowStep:
@@ -294,6 +306,24 @@ class ShadowStep:
         seen.draws = self.guest.draws.by_step
         seen.draws_of_steps = self.guest.draws.of_steps
         seen.left_alone = self.guest.draws.left_alone
+
+
+def frees_shadows(run: Callable[Concatenate[_Run, P], T]) -> Callable[Concatenate[_Run, P], T]:
+    """``run``, after which nothing is left of its shadows where memory is planned.
+
+    They and their replicas are in reference cycles, and hold copies of buffers; of a step by hand also of parameters
+    and of what optimizers keep. Of ten runs of a rehearsal there would be ten, until somebody searches for them.
+    """
+
+    @wraps(run)
+    def freed(runner: _Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return run(runner, *args, **kwargs)
+        finally:
+            if runner.step.strategy.plans_memory:
+                free_garbage()
+
+    return freed
 
 
 def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:

@@ -13,7 +13,13 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import SlicesFail
 from lightning_dpx.lightning.rehearsal.shadow import shared_parameters
-from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep, forget_gradients, logged_value, recording
+from lightning_dpx.lightning.rehearsal.shadow_step import (
+    ShadowStep,
+    forget_gradients,
+    frees_shadows,
+    logged_value,
+    recording,
+)
 from lightning_dpx.lightning.whole_batches import WholeBatches
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
@@ -31,13 +37,14 @@ class SlicedRun:
         rows: Of the batch.
 
     Attributes:
+        step: Likewise.
         gives_slices: Whether metrics that are called as functions give each micro-batch its own value.
         has_waited: Whether slices have waited for each other.
         metric_rules: How arguments of metrics are joined, as was learned.
     """
 
     def __init__(self, step: ShadowStep, rows: FewRows) -> None:
-        self._step = step
+        self.step: ShadowStep = step
         self._rows = rows
         # To begin with, as micro-batches that need not wait for each other save most memory.
         self.gives_slices: bool = not step.by_hand and step.replicas.cuts_slices
@@ -45,6 +52,7 @@ class SlicedRun:
         # A copy: what a rehearsal learns counts only once it ends well.
         self.metric_rules: Any = copy.deepcopy(step.session.metrics.rules_by_path())
 
+    @frees_shadows
     @raises_out_of_memory
     def observe(
         self,
@@ -66,7 +74,7 @@ class SlicedRun:
         Raises:
             SlicesFail: it cannot be run in slices.
         """
-        step = self._step
+        step = self.step
         judge = JudgingRules(
             whole,
             step.tolerance,
@@ -117,7 +125,7 @@ class SlicedRun:
         Raises:
             SlicesFail: the step itself has found that it cannot be run in slices.
         """
-        step = self._step
+        step = self.step
         training = session.step
         shadow = session.module
         num_rows = sum(one.num_rows for one in slices)
@@ -135,7 +143,7 @@ class SlicedRun:
 
     def _replicas_of(self, shadow: Any) -> Any:
         """Replicas like the real ones: on their devices, cut into as many, shifted alike."""
-        step = self._step
+        step = self.step
         forget_shift(shadow)  # of the first replica; each gets its own
         # By hand, optimizers write the parameters, so replicas of the shadow have their own.
         parameters = () if step.by_hand else shared_parameters(step.replicas, shadow)
@@ -152,7 +160,7 @@ class SlicedRun:
         return replicas
 
     def _training_step(self, replicas: ReplicaSet) -> TrainingStep:
-        options = self._step.strategy.options
+        options = self.step.strategy.options
         # A reducer object is set up for the replicas of the real step.
         reducer = options.reducer if isinstance(options.reducer, str) else "auto"
         return TrainingStep(replicas, reducer, "mean", options.wire_dtype, options.gradient_buckets, None)
@@ -163,7 +171,7 @@ class SlicedRun:
         Raises:
             SlicesFail: it is.
         """
-        name = self._step.call.name
+        name = self.step.call.name
         reason = found.reason_for(name)
         if reason is not None:
             raise SlicesFail(reason, found.advice_for(name))
@@ -172,13 +180,13 @@ class SlicedRun:
         parts = self._rows.slices(sizes)
         slices: list[BatchSlice] = []
         # Fewer slices than in the run, where all of them would have too many rows.
-        active = self._step.call.active[: len(sizes)]
+        active = self.step.call.active[: len(sizes)]
         for index, size, part in zip(active, sizes, parts, strict=True):
             slices.append(BatchSlice(replicas.replicas[index], size, part))
         return slices
 
     def _forward(self, session: "Session", slices: list[BatchSlice]) -> Any:
-        call = self._step.call
-        if self._step.trains:
+        call = self.step.call
+        if self.step.trains:
             return session.training.forward(slices, call.args, call.kwargs)
         return session.evaluation.forward(call.name, slices, call.args, call.kwargs)

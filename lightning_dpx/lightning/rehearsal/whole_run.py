@@ -23,7 +23,13 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import ParametersAppear
 from lightning_dpx.lightning.rehearsal.shadow import ShadowReplicas
-from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep, forget_gradients, logged_value, recording
+from lightning_dpx.lightning.rehearsal.shadow_step import (
+    ShadowStep,
+    forget_gradients,
+    frees_shadows,
+    logged_value,
+    recording,
+)
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import (
     BatchSlice,
@@ -69,12 +75,16 @@ class WholeRun:
     Args:
         step: On a shadow.
         rows: Of the batch.
+
+    Attributes:
+        step: Likewise.
     """
 
     def __init__(self, step: ShadowStep, rows: FewRows) -> None:
-        self._step = step
+        self.step: ShadowStep = step
         self._rows = rows
 
+    @frees_shadows
     @raises_out_of_memory
     def observe(
         self,
@@ -106,7 +116,7 @@ class WholeRun:
             NotRehearsed: there is no shadow of the module, or no copy of the batch.
             ParametersAppear: the step makes some.
         """
-        step = self._step
+        step = self.step
         shadow = step.make_shadow(own_parameters=nudged_from is not None)
         if nudged_from is not None:
             _nudge(shadow, nudged_from)
@@ -166,7 +176,7 @@ class WholeRun:
         watched: AbstractContextManager[Any] | None,
     ) -> None:
         """One step of ``observe``; ``seen`` is then of this step."""
-        step = self._step
+        step = self.step
         # Copied for each step, which may write it in place.
         batch_slice = BatchSlice(replicas.root, num_rows, self._rows.whole(num_rows))
         writes = step.watch_batch(batch_slice.batch)
@@ -202,7 +212,7 @@ class WholeRun:
 
     def _call(self, log: StepLog, writes: BatchWrites, batch_slice: BatchSlice) -> Any:
         """The user's step."""
-        step = self._step
+        step = self.step
         call = step.call
         shadow: Any = batch_slice.replica.module
         with log.recording_alone(shadow), step.session.context(shadow):
