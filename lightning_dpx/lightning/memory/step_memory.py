@@ -201,13 +201,14 @@ class StepMemory(NoStepMemory):
         """What a replica's micro-batches need beside their activations, and a step in one piece does not."""
         here = by_device(slices)[device]
         buffers = sum(buffer.nbytes for buffer in here[0].replica.buffers)
+        alone = self._session.training.runs_alone(slices)
         if not self._keeps_earlier_gradients:
-            return BesideActivations(buffers=buffers)
+            return BesideActivations(buffers=buffers, keeps_buffers=alone)
         # Slices are not cut yet, so what is counted now says nothing of the
         # gradients that would lie aside.
         cut = replace(static, keeps_earlier=True)
         gradients = (cut.passing(device) - static.passing(device)) // len(here)
-        return BesideActivations(gradients=gradients, buffers=buffers)
+        return BesideActivations(gradients=gradients, buffers=buffers, keeps_buffers=alone)
 
     def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
         """One for each device, none of them cut further."""

@@ -163,16 +163,24 @@ class BesideActivations:
     Attributes:
         gradients: Of earlier batches, which lie aside.
         buffers: Of the module: every micro-batch has its own, and they are kept as they were before the step.
+        keeps_buffers: Whether they are kept so on this device because of the micro-batches: of several devices the
+            first one keeps them anyway, and no other one does.
     """
 
     gradients: int = 0
     buffers: int = 0
+    keeps_buffers: bool = True
 
     def of(self, number: int) -> int:
         """Bytes beside so many micro-batches."""
         if number == 1:
             return 0
-        return self.gradients + number * self.buffers
+        return self.gradients + self._bytes_of_buffers(number)
+
+    def _bytes_of_buffers(self, number: int) -> int:
+        """Of the copies: one micro-batch has those of the module."""
+        copies = number if self.keeps_buffers else number - 1
+        return copies * self.buffers
 
     def describe(self, number: int) -> str:
         """The same in words."""
@@ -180,7 +188,7 @@ class BesideActivations:
         if self.gradients:
             parts.append(f"{format_bytes(self.gradients)} of gradients that earlier ones leave")
         if self.buffers:
-            parts.append(f"{format_bytes(number * self.buffers)} of buffers, which each has its own copies of")
+            parts.append(f"{format_bytes(self._bytes_of_buffers(number))} of buffers, which each has its own copies of")
         return " and ".join(parts)
 
 

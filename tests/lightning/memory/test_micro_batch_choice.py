@@ -397,9 +397,9 @@ def test_a_search_for_the_largest_batch_ends_where_nothing_bounds_it(
 class WithTable(Tower):
     """A buffer of which every micro-batch has its own copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 75_000) -> None:
         super().__init__()
-        self.register_buffer("table", torch.zeros(75_000))
+        self.register_buffer("table", torch.zeros(size))
 
 
 def test_micro_batches_are_chosen_for_the_room_that_copies_of_buffers_leave(sim: Any) -> None:
@@ -410,6 +410,25 @@ def test_micro_batches_are_chosen_for_the_room_that_copies_of_buffers_leave(sim:
     fitted(WithTable(), accelerator="sim", memory_budget=budget, callbacks=[plan, seen])
     assert plan.plan.micro_batches == 1
     assert not plan.plan.keeps_all
+    assert max(seen.peaks[1:]) <= budget
+
+
+def test_of_several_devices_the_first_keeps_buffers_in_one_piece_as_well(sim: Any, caplog: Any) -> None:
+    """Beside two tables and what one was before the step there is room for two micro-batches, and for no other number.
+
+    All rows at once take more than a table less leaves, and a third one needs more for its table than it saves.
+    """
+    seen = Peaks(sim)
+    each = UNPLANNED // 2
+    module = WithTable(int(0.3 * each) // 4)
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    budget = sim.memory_allocated(0) + 3 * module.table.nbytes + 3 * parameters + int(0.57 * each)
+    strategy = dpx.DPXStrategy(memory_budget=budget, planner=KeepsAll(), plan_cache=False)
+    # No validation: its check has more tables for a moment than the budget has room for.
+    options = {"limit_val_batches": 0, "max_epochs": 1, "callbacks": [seen]}
+    loader = DataLoader(torch.randn(3 * ROWS, 16), ROWS)
+    make_trainer(accelerator="sim", devices=2, strategy=strategy, **options).fit(module, loader, loader)
+    assert "2 micro-batches of 128 rows" in said(caplog)
     assert max(seen.peaks[1:]) <= budget
 
 

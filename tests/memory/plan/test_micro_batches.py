@@ -201,6 +201,13 @@ def test_every_micro_batch_has_its_buffers_beside_its_activations() -> None:
     choice_within(least)  # what it names will do
 
 
+def test_buffers_that_are_kept_anyway_count_once_less() -> None:
+    """One micro-batch has those of the module; what they were before a step, several devices keep in any case."""
+    assert BesideActivations(buffers=8).of(4) == 8 * 4
+    assert BesideActivations(buffers=8, keeps_buffers=False).of(4) == 8 * 3
+    assert BesideActivations(gradients=5, buffers=8, keeps_buffers=False).of(1) == 0
+
+
 def test_one_piece_is_taken_where_it_takes_nearly_as_long() -> None:
     candidates = candidates_of(profiles(8.0), budget(0.5))
     fastest = choose_micro_batches(candidates, planned)
