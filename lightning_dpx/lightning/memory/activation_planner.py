@@ -167,7 +167,8 @@ class ActivationPlanner(Callback):
                     self._make_plan(trainer, pl_module, batch, batch_idx)
                     self._without_loss.note_loss()
                 except NoLossError as error:  # it is asked again at the next batch
-                    self._without_loss.note_none(error)
+                    if self._without_loss.note_none(error):
+                        self._without_loss.warn(error)
         self._step.enter_context(planned(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:

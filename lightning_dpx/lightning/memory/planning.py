@@ -27,7 +27,14 @@ from lightning_dpx.lightning.memory.profiled_steps import (
     demand,
     profiled_steps,
 )
-from lightning_dpx.lightning.memory.profiling import NoLossError, Step, devices_of
+from lightning_dpx.lightning.memory.profiling import (
+    NoBackwardError,
+    NoLossError,
+    Step,
+    devices_of,
+    leaves_graph,
+    look_for_loss,
+)
 from lightning_dpx.lightning.memory.room_check_schedule import Confirmation
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
@@ -250,9 +257,37 @@ class MemoryPlanning:
         # Lightning lets a training step return None to skip a batch, so this is no error. What is not
         # known yet stays open; this step has no backward to plan for.
         except NoLossError as error:
-            self.without_loss.note_none(error)
+            if self.without_loss.note_none(error) and not self._plans_forward(replicas, slices, run, static, error):
+                self.without_loss.warn(error)
         finally:
             self._put_on(replicas)
+
+    def _plans_forward(
+        self,
+        replicas: ReplicaSet,
+        slices: Sequence[BatchSlice],
+        run: Step,
+        static: StaticOf,
+        error: NoLossError,
+    ) -> bool:
+        """Whether steps that run no backward could be planned by their forward, in which nothing can be dropped.
+
+        Their batches stay unknown, so that steps are still looked at now and then: they may run one later on.
+        """
+        # Without a loss nothing tells of a backward. Other processes may have seen other steps, and be past this.
+        if not isinstance(error, NoBackwardError) or not self._is_one_process(replicas):
+            return False
+        # A backward that comes after the step is in no plan.
+        if leaves_graph(replicas, slices[0], run):
+            return False
+        held = static(slices)
+        options = {"accumulates": held.accumulates, "together": False, "anew": False}
+        seen = profiled_steps(replicas, slices, run, self.cache, {}, **options, by_forward=True)
+        try:
+            self._plan(replicas, slices, held, seen, self.without_loss.remark)
+        except BudgetError:
+            return False
+        return True
 
     def _decide(
         self,
@@ -263,6 +298,8 @@ class MemoryPlanning:
         source: str,
     ) -> None:
         """Profiles a step on ``slices``, and plans unless the profile shows nothing new."""
+        if self.without_loss.was_last and self._is_one_process(replicas):
+            look_for_loss(replicas, slices[0], run)
         held = static(slices)
         # The cache looks a step up by the shapes of its batch, and by those
         # this step is a known one.
@@ -281,6 +318,10 @@ class MemoryPlanning:
                 self._shapes.add(batch_slice.batch)
                 self._joint_calls.note_size(batch_slice)
             self._confirmation.restart(before_batches=bool(source))
+
+    def _is_one_process(self, replicas: ReplicaSet) -> bool:
+        """Whether steps may be tried that no other process knows of, whose collectives would wait for it."""
+        return getattr(trainer_of(replicas.root.module).strategy, "num_processes", 1) == 1
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""

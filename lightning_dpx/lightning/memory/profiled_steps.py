@@ -58,6 +58,7 @@ def profiled_steps(
     accumulates: bool,
     together: bool,
     anew: bool,
+    by_forward: bool = False,
 ) -> dict[torch.device, SeenStep]:
     """By a replica's device, a step on the largest of its slices, seen from each of its devices.
 
@@ -70,6 +71,8 @@ def profiled_steps(
         accumulates: Whether gradients are added to those of earlier batches.
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
+        by_forward: As :func:`profile_slice` takes it; what is found is not kept for other runs, whose steps may run
+            a backward.
     """
     slices_of = by_device(slices)
     largest = {home: here[0] for home, here in slices_of.items() if home in replicas.devices}
@@ -77,11 +80,12 @@ def profiled_steps(
     def profiled() -> list[list[Profile]]:
         # Where micro-batches were chosen, the same steps were profiled moments ago.
         known: _Known = {(): {rows: [one] for (rows, adds), one in tried.items() if adds == accumulates}}
-        profile = partial(profile_slice, replicas, run=run, accumulates=accumulates)
+        profile = partial(profile_slice, replicas, run=run, accumulates=accumulates, by_forward=by_forward)
         return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
 
     trainer = trainer_of(replicas.root.module)
-    keys = _keys(trainer, list(largest.values()), accumulates) if cache.is_on else []
+    is_kept = cache.is_on and not by_forward
+    keys = _keys(trainer, list(largest.values()), accumulates) if is_kept else []
     # An empty key finds nothing and keeps nothing, and there must be as many keys as steps.
     found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
     seen: dict[torch.device, SeenStep] = {}

@@ -1,9 +1,11 @@
 """A training step of one replica, profiled on a shadow module before it happens."""
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 Step = Callable[[Any, Any, int], Any]
 _FEWEST_ROWS = 4  # of a step that is extrapolated from two smaller ones
+_NO_BACKWARD = "The first training step ran no backward, so there is nothing to plan from."
 _PURPOSE = "from which memory is planned; nothing of it stays"
 
 
@@ -102,6 +105,7 @@ def profile_slice(
     *,
     accumulates: bool = False,
     parts: int = 1,
+    by_forward: bool = False,
 ) -> Profile:
     """A step on ``batch_slice``, run by a shadow module; extrapolated from fewer rows where all do not fit.
 
@@ -112,6 +116,7 @@ def profile_slice(
         device: The device whose memory is looked at; the replica's own unless given.
         accumulates: Whether gradients are added to those of earlier batches.
         parts: Of so many such slices a replica's rows will consist.
+        by_forward: Whether a step by hand that runs no backward is profiled as a forward.
 
     Raises:
         NoLossError: there is nothing to plan from yet.
@@ -119,12 +124,19 @@ def profile_slice(
     """
 
     noted = trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE)
+    place = device or batch_slice.replica.device
     with noted, TRIAL_GARBAGE.freed():
-        return _profile_slice(replicas, batch_slice, run, device or batch_slice.replica.device, accumulates, parts)
+        return _profile_slice(replicas, batch_slice, run, place, accumulates, parts, by_forward)
 
 
 def _profile_slice(
-    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, device: torch.device, accumulates: bool, parts: int
+    replicas: ReplicaSet,
+    batch_slice: BatchSlice,
+    run: Step,
+    device: torch.device,
+    accumulates: bool,
+    parts: int,
+    by_forward: bool,
 ) -> Profile:
     def on_rows(batch: Any, rows: int) -> Profile:
         shadow = _shadow_of(replicas, batch_slice)
@@ -138,8 +150,9 @@ def _profile_slice(
                 costs=_costs_of(device, rows, batch_slice.num_rows),
                 accumulates=accumulates,
             )
-        if profile.peak and not profile.requests and not backwards.have_run and not shadow.automatic_optimization:
-            raise NoBackwardError("The first training step ran no backward, so there is nothing to plan from.")
+        runs_none = profile.peak and not profile.requests and not backwards.have_run
+        if runs_none and not shadow.automatic_optimization and not by_forward:
+            raise NoBackwardError(_NO_BACKWARD)
         return profile
 
     try:
@@ -263,6 +276,91 @@ def run_once(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:
         forward = step(batch_slice.batch)
         with torch.no_grad() if shadow.automatic_optimization else nullcontext():
             CostModel(batch_slice.replica.device).timer(shadow).timed(forward, _no_backward)
+
+
+class _Saved:
+    """What autograd holds in place of a tensor: it goes with the graph."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def look_for_loss(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:
+    """Runs the step once, as a profile of it runs many times; where all rows do not fit, a profile may know of fewer.
+
+    Raises:
+        NoLossError: there is nothing to plan from yet.
+    """
+    try:
+        with _on_shadow(replicas, batch_slice, run, batch_slice.replica.device) as (shadow, step):
+            with _Backwards(shadow) as backwards, _only_run(shadow, batch_slice):
+                step(batch_slice.batch)()
+            if not shadow.automatic_optimization and not backwards.have_run:
+                raise NoBackwardError(_NO_BACKWARD)
+        return
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+    free_garbage()
+
+
+def leaves_graph(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> bool:
+    """Whether a step by hand leaves a graph behind, of which something may run a backward after it."""
+    try:
+        with _on_shadow(replicas, batch_slice, run, batch_slice.replica.device) as (shadow, step):
+            shadow.training_step = _GraphWatch(shadow.training_step)
+            with _only_run(shadow, batch_slice):
+                step(batch_slice.batch)()
+        return False
+    except _GraphLeftError:
+        return True
+    # It has not come to its end, so it may.
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)
+    free_garbage()
+    return True
+
+
+class _GraphLeftError(Exception):
+    """A step has left a part of its graph."""
+
+
+class _GraphWatch:
+    """A training step that looks for what it leaves of its graph, and returns nothing.
+
+    What a step by hand sets is put back right after it, and so would be what is noted here of it: so it is raised.
+
+    Args:
+        step: Of a shadow.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self._saved: list[weakref.ref[_Saved]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")):
+            self._step(*args, **kwargs)
+        free_garbage()  # a graph in circles only is none that anything runs a backward of
+        if any(held() is not None for held in self._saved):
+            raise _GraphLeftError
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        # Detached, as a result that leads to its own graph would hold it.
+        held = _Saved(tensor.detach())
+        self._saved.append(weakref.ref(held))
+        return held
+
+
+@contextmanager
+def _only_run(shadow: Any, batch_slice: BatchSlice) -> Iterator[None]:
+    """Around a step that is not timed; all that it changes is put back."""
+    meter = CostModel(batch_slice.replica.device)
+    # The trace tells of writes to parameters, which a shadow shares with the module, before they happen.
+    with TRIAL_GARBAGE.freed(), meter.preserve_module_state(shadow), meter.trace():
+        with torch.enable_grad():
+            yield
 
 
 def _no_backward(loss: torch.Tensor) -> None:

@@ -335,9 +335,56 @@ def test_a_backward_in_a_hook_is_in_no_plan_which_is_told(caplog: Any) -> None:
     with pytest.warns(UserWarning, match=warned):
         ours = fit(InAHook, strategy=dpx.DPXStrategy(memory_budget=MIB), batches=12)
     assert caplog.text.count("ran no backward on this batch") == 1
-    assert caplog.text.count("profiles a step on") == 8
+    assert caplog.text.count("profiles a step on") == 1, "one run of each later step tells as much"
+    assert "planned by the forward" not in caplog.text, "a backward follows that no plan knows"
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
+
+
+class WithoutGradients(ByHand):
+    """Draws other weights, and keeps those that are better; the loss has a graph that nothing uses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.critic(batch[0]).mean()
+        with torch.no_grad():
+            for parameter in self.critic.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter) * loss.sign()
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "sim"])
+def test_a_step_that_never_runs_a_backward_is_planned_by_its_forward(sim: Any, caplog: Any, accelerator: str) -> None:
+    plain = fit(WithoutGradients, strategy=dpx.DPXStrategy(), batches=20, accelerator=accelerator)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours = fit(
+            WithoutGradients, strategy=dpx.DPXStrategy(memory_budget=8 * MIB), batches=20, accelerator=accelerator
+        )
+    assert [str(one.message) for one in told if "in a row" in str(one.message)] == []
+    assert caplog.text.count("profiles a step on") == 2, "the first, and the one that is planned by"
+    assert caplog.text.count("planned by the forward alone, as 8 training steps in a row ran no backward") == 1
+    for name, value in plain.items():
+        assert torch.equal(value, ours[name]), name
+
+
+def test_a_forward_that_does_not_fit_is_told() -> None:
+    with pytest.warns(UserWarning, match="8 training steps in a row ran no backward.* may exceed the budget"):
+        fit(WithoutGradients, strategy=dpx.DPXStrategy(memory_budget=int(0.6 * MIB)), batches=10)
+
+
+class BeginsLate(WithoutGradients):
+    """Trains from its sixteenth batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 15:
+            ByHand.training_step(self, batch, batch_idx)
+        else:
+            super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_was_planned_by_its_forward_is_planned_once_it_runs_a_backward() -> None:
+    watch = Watch()
+    fit(BeginsLate, strategy=dpx.DPXStrategy(memory_budget=int(1.5 * MIB)), batches=18, callbacks=[watch])
+    assert any(not plan.keeps_all for plan in watch.plans.values())
 
 
 class WarmsUp(ByHand):

@@ -453,7 +453,7 @@ def test_steps_that_never_return_a_loss_are_not_all_profiled(caplog: Any) -> Non
     with caplog.at_level("INFO"), pytest.warns(UserWarning, match="8 training steps in a row returned no loss"):
         fit(model, loader(rows=16, batches=20), strategy=strategy)
     profiled = [record for record in caplog.records if "profiles a step" in record.message]
-    assert len(profiled) == 9, "the first eight, and the sixteenth"
+    assert len(profiled) == 1, "one run of each later step tells as much"
     assert len(model.seen) == 20
 
 

@@ -1,4 +1,4 @@
-"""A step that does not fit is profiled on fewer of its rows, and its plan is for all of them."""
+"""A step that does not fit is profiled on fewer of its rows, and its plan is for all of them; looks for a loss."""
 
 from contextvars import ContextVar
 from typing import Any
@@ -54,22 +54,39 @@ class Gates(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class SkipsTheFirst(Gates):
+    """Has no loss for its first batch, and writes to a parameter in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        with torch.no_grad():
+            self.steps += 1
+        if batch_idx:
+            return super().training_step(batch, batch_idx)
+        return None
+
+
 class Peaks(Callback):
     """Bytes on the first simulated device at a time, step by step."""
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim
         self.found: list[int] = []
+        self.state: dict[str, torch.Tensor] = {}
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._sim.reset_peak_memory_stats(0)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.found.append(self._sim.max_memory_allocated(0))
+        self.state = {name: value.cpu() for name, value in module.state_dict().items()}
 
 
-def peak_of_fit(sim: Any, refusals: int = 0, **options: Any) -> int:
-    """Bytes at a time in steps after the first one, of batches (32, 4, 16)."""
+def fitted(sim: Any, refusals: int = 0, kind: type[Gates] = Gates, **options: Any) -> Peaks:
+    """What three steps on batches (32, 4, 16) take."""
     torch.manual_seed(0)
     peaks = Peaks(sim)
     rows = torch.randn(3 * ROWS, 4, NARROW, generator=torch.Generator().manual_seed(0))
@@ -77,11 +94,16 @@ def peak_of_fit(sim: Any, refusals: int = 0, **options: Any) -> int:
     trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1, callbacks=[peaks])
     token = REFUSALS.set(refusals)
     try:
-        trainer.fit(Gates(), DataLoader(TensorDataset(rows), ROWS))
+        trainer.fit(kind(), DataLoader(TensorDataset(rows), ROWS))
         assert REFUSALS.get() == 0
     finally:
         REFUSALS.reset(token)
-    return max(peaks.found[1:])
+    return peaks
+
+
+def peak_of_fit(sim: Any, refusals: int = 0, **options: Any) -> int:
+    """Bytes at a time in steps after the first one."""
+    return max(fitted(sim, refusals, **options).found[1:])
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.35])
@@ -91,3 +113,21 @@ def test_a_plan_from_fewer_rows_is_for_the_values_of_all(share: float, sim: Any,
     assert peak_of_fit(sim, 1, memory_budget=budget, plan_cache=False) <= budget
     assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
     assert "steps differ" not in caplog.text
+
+
+returns_none = pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
+
+
+@returns_none
+def test_a_look_for_a_loss_leaves_parameters_as_they_were(sim: Any) -> None:
+    seen = fitted(sim, kind=SkipsTheFirst, memory_budget="1GiB", plan_cache=False, verify="off")
+    assert seen.state["steps"] == 3
+
+
+@returns_none
+def test_a_look_for_a_loss_without_room_leads_to_a_profile_of_fewer_rows(sim: Any, caplog: Any) -> None:
+    before = sim.memory_allocated(0)
+    budget = before + int(0.6 * (peak_of_fit(sim) - before))
+    seen = fitted(sim, 2, SkipsTheFirst, memory_budget=budget, plan_cache=False, verify="off")
+    assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
+    assert max(seen.found[1:]) <= budget
