@@ -183,10 +183,18 @@ class PlanCache:
         if self.is_on and key:
             self.save(key, {"profiles": [_encoded(profile) for profile in profiles]})
 
-    def profile(self, key: str, make: Callable[[], Profile]) -> Profile:
-        """The profile of a step, or what ``make`` gives, which is kept."""
+    def profile(
+        self, key: str, make: Callable[[], Profile], *, is_poor: Callable[[Profile], bool] = lambda _: False
+    ) -> Profile:
+        """The profile of a step, or what ``make`` gives, which is kept.
+
+        Args:
+            key: Of the step.
+            make: Profiles it.
+            is_poor: Whether a better profile than the one that was kept can be made now.
+        """
         found = self.profiles(key)
-        if found is not None and len(found) == 1:
+        if found is not None and len(found) == 1 and not is_poor(found[0]):
             return found[0]
         made = make()
         self.keep_profiles(key, [made])

@@ -25,7 +25,7 @@ from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of, say_why_whole
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
-from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
+from lightning_dpx.lightning.memory.planning_cache import is_short_of_rows, key_of_run_step
 from lightning_dpx.lightning.memory.profiling import (
     Step,
     keeps_earlier_gradients,
@@ -468,9 +468,12 @@ class StepProfiles:
             known = rows, self._num_rows, accelerator, accumulates
             key = key_of_run_step(trainer, module, batch_slice.batch, torch.device("cpu"), *known)
         run = _runner(trainer, module)
-        return settings.cache.profile(
-            key, partial(_profile, self._replicas, batch_slice, run, accelerator, accumulates)
-        )
+        make = partial(_profile, self._replicas, batch_slice, run, accelerator, accumulates)
+        # What is scaled for a device that is not there takes no room here.
+        if accelerator:
+            return settings.cache.profile(key, make)
+        device = batch_slice.replica.device
+        return settings.cache.profile(key, make, is_poor=lambda profile: is_short_of_rows(profile, device))
 
 
 def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerator: str, accumulates: bool) -> Profile:

@@ -181,7 +181,7 @@ class MicroBatchChooser:
                 others = (device,), count, [count], (), adds or accumulates
                 key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
             # No other process is asked: with several of them nothing is chosen.
-            profile = cache.profiles([key], profiled, bool)[0][0]
+            profile = cache.profiles([key], profiled, bool, devices=[[device]])[0][0]
             self.tried[count, adds or accumulates] = profile
             return profile
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.devices import free_bytes
 from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_info
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, SharedPlan, plan_shapes
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
@@ -43,7 +44,13 @@ class PlanningCache:
         self._keys: list[str] = []  # of what the run has found, or kept
 
     def profiles(
-        self, keys: Sequence[str], make: Callable[[], Sequence[Sequence[Profile]]], agree: Agree, *, anew: bool = False
+        self,
+        keys: Sequence[str],
+        make: Callable[[], Sequence[Sequence[Profile]]],
+        agree: Agree,
+        *,
+        devices: Sequence[Sequence[torch.device]] = (),
+        anew: bool = False,
     ) -> Sequence[Sequence[Profile]]:
         """The profiles of some steps: of an earlier run, or else from ``make``.
 
@@ -51,9 +58,15 @@ class PlanningCache:
             keys: Of each step; empty where they are not known.
             make: Profiles all steps.
             agree: Whether all processes of the run say yes.
+            devices: Whose memory is looked at, of each step.
             anew: Whether what an earlier run has kept is known to be wrong.
         """
         found = [] if anew else [one for key in keys if (one := self._cache.profiles(key)) is not None]
+        for kept, places in zip(found, devices, strict=False):
+            # The earlier run had no room for all rows, and this one has it.
+            if any(map(is_short_of_rows, kept, places)):
+                found = []
+                break
         # Asked also where nothing was found: the other processes wait for the answer.
         if agree(len(found) == len(keys) > 0):
             self.is_used = True
@@ -171,6 +184,11 @@ class PlanningCache:
     def is_on(self) -> bool:
         """Whether anything is looked for and kept."""
         return self._cache.is_on
+
+
+def is_short_of_rows(profile: Profile, device: torch.device) -> bool:
+    """Whether a step was profiled on fewer rows than it has, all of which fit on ``device`` now."""
+    return profile.scale > 1 and profile.peak <= free_bytes(device)
 
 
 def agreement(trainer: Trainer | None, *, together: bool) -> Agree:

@@ -87,7 +87,13 @@ def profiled_steps(
     is_kept = cache.is_on and not by_forward
     keys = _keys(trainer, list(largest.values()), accumulates) if is_kept else []
     # An empty key finds nothing and keeps nothing, and there must be as many keys as steps.
-    found = cache.profiles(keys or [""] * len(largest), profiled, agreement(trainer, together=together), anew=anew)
+    found = cache.profiles(
+        keys or [""] * len(largest),
+        profiled,
+        agreement(trainer, together=together),
+        devices=[devices_of(batch_slice.replica) for batch_slice in largest.values()],
+        anew=anew,
+    )
     seen: dict[torch.device, SeenStep] = {}
     for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
         sharing = tuple(len(slices_of[device]) for device in devices_of(batch_slice.replica))

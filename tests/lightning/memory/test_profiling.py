@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from tests.conftest import SIMULATED, make_trainer
+from tests.conftest import SIMULATED, make_trainer, simulate_room
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 ROWS = 32
@@ -131,3 +131,32 @@ def test_a_look_for_a_loss_without_room_leads_to_a_profile_of_fewer_rows(sim: An
     seen = fitted(sim, 2, SkipsTheFirst, memory_budget=budget, plan_cache=False, verify="off")
     assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
     assert max(seen.found[1:]) <= budget
+
+
+def test_a_later_run_that_has_room_for_all_rows_profiles_them(sim: Any, caplog: Any, tmp_path: Any) -> None:
+    """Times and what grows otherwise than the rows are guessed from fewer, which is no need there any more."""
+    before = sim.memory_allocated(0)
+    options = {"memory_budget": before + int(0.6 * (peak_of_fit(sim) - before)), "plan_cache": str(tmp_path)}
+    caplog.clear()
+    fitted(sim, 1, **options)
+    assert "because all did not fit" in caplog.text
+    caplog.clear()
+    fitted(sim, **options)
+    assert "profiles a step on 32 rows" in caplog.text
+    assert "because all did not fit" not in caplog.text
+    caplog.clear()
+    fitted(sim, **options)
+    assert "profiles a step" not in caplog.text
+
+
+def test_a_later_run_without_room_for_all_rows_finds_what_fewer_have_shown(
+    sim: Any, caplog: Any, tmp_path: Any
+) -> None:
+    taken = peak_of_fit(sim) - sim.memory_allocated(0)
+    for _ in range(2):
+        simulate_room(int(0.75 * taken))
+        caplog.clear()
+        budget = sim.memory_allocated(0) + int(0.6 * taken)
+        fitted(sim, memory_budget=budget, plan_cache=str(tmp_path))
+    assert "because all did not fit" in caplog.text
+    assert "profiles a step" not in caplog.text
