@@ -389,8 +389,8 @@ class MemoryPlanning:
             needed = held.beside_activations(device) + self.devices.forecast(device)[0]
             if device not in self.plans or needed <= limit:
                 continue
-            # What a reduction keeps for its next is among what is there, and would count twice.
-            if self._confirmation.is_first or (not held.moving.get(device) and is_worth_telling(needed, limit)):
+            # What a reduction keeps for its next one is among what is there by now, and would count twice.
+            if self._confirmation.is_first or is_worth_telling(needed - held.moving_in_backward(device), limit):
                 lacking.append(device)
         return lacking
 

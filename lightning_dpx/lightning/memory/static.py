@@ -52,9 +52,12 @@ class StaticMemory:
 
         Sums overlap no backward while earlier gradients lie aside, so the larger of both counts.
         """
+        return max(self.moving_in_backward(device), self.gradients(device) if self.keeps_earlier else 0)
+
+    def moving_in_backward(self, device: torch.device) -> int:
+        """Bytes that the reduction takes beside activations."""
         # A reduction after the backward finds the activations gone; see after_backward.
-        moving = self.moving.get(device, 0) if self.moves_in_backward else 0
-        return max(moving, self.gradients(device) if self.keeps_earlier else 0)
+        return self.moving.get(device, 0) if self.moves_in_backward else 0
 
     def after_backward(self, device: torch.device) -> int:
         """Bytes on ``device`` at the peak of the reduction, with no activations."""

@@ -76,9 +76,9 @@ def fit(callbacks: list[Callback], **options: Any) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in module.state_dict().items()}
 
 
-def planned(budget: int, callbacks: list[Callback], accelerator: str) -> dict[str, Tensor]:
+def planned(budget: int, callbacks: list[Callback], accelerator: str, devices: int = 1) -> dict[str, Tensor]:
     strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches=1, plan_cache=False)
-    return fit(callbacks, strategy=strategy, accelerator=accelerator)
+    return fit(callbacks, strategy=strategy, accelerator=accelerator, devices=devices)
 
 
 @pytest.mark.parametrize("of_epoch", [True, False], ids=["epoch", "batch"])
@@ -91,6 +91,15 @@ def test_copies_that_callbacks_come_to_keep_are_planned_for(of_epoch: bool, sim:
     assert max(watch.peaks[1:]) <= budget
     for name, value in plain.items():
         assert torch.equal(value, ours[name]), name
+
+
+def test_so_are_those_beside_what_a_reduction_keeps(sim: Any, caplog: Any) -> None:
+    watch = Watch()
+    before = sim.memory_allocated(0)
+    budget = before + _STATIC + 6 * MIB
+    planned(budget, [Copies(2, of_epoch=True), watch], "sim", devices=2)
+    assert "made anew, as less room is left than was planned for" in caplog.text
+    assert max(watch.peaks[1:]) <= budget
 
 
 def test_so_are_those_on_the_host(caplog: Any) -> None:
