@@ -6,6 +6,7 @@ expected here is made good if it turns out otherwise; only what is certain is re
 
 import inspect
 import itertools
+from collections.abc import Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,13 @@ def _names_grad(code: CodeType) -> bool:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     # Names of attributes are in the bytecode, so no source is needed.
     return "grad" in code.co_names or any(map(_names_grad, inner))
+
+
+def zeroes_unseen(module: LightningModule, callbacks: Sequence[Callback], optimizers: Sequence[Any]) -> bool:
+    """Whether nothing of the user's sees gradients between a step and when they are zeroed after it."""
+    # An overridden zero_grad may keep or read what is there.
+    plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
+    return plain and not has_hooks(module, callbacks, _OF_ZEROING)
 
 
 class LossGradient:
@@ -112,9 +120,7 @@ class LossGradient:
         return self._zeroed
 
     def _zeroed_by(self, optimizers: list[Any]) -> frozenset[int]:
-        # An overridden zero_grad may keep or read what is there.
-        plain = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in optimizers)
-        if not plain or has_hooks(self._session.module, self._callbacks, _OF_ZEROING):
+        if not zeroes_unseen(self._session.module, self._callbacks, optimizers):
             return frozenset()
         zeroed: set[int] = set()
         for group in _groups_of(optimizers):

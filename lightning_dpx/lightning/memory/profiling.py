@@ -13,8 +13,9 @@ from torchmetrics import Metric
 
 from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import PlanError
-from lightning_dpx.lightning.expected_gradient import names_gradients
+from lightning_dpx.lightning.expected_gradient import names_gradients, zeroes_unseen
 from lightning_dpx.lightning.lightning_api import (
+    Callback,
     GradientAccumulationScheduler,
     LightningModule,
     Trainer,
@@ -80,7 +81,10 @@ def keeps_gradients(trainer: Trainer) -> bool:
 
 def keeps_earlier_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether gradients of the batch before are there while micro-batches of the next one run: added to, or read."""
-    return keeps_gradients(trainer) or names_gradients(module)
+    if keeps_gradients(trainer) or names_gradients(module):
+        return True
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return not zeroes_unseen(module, callbacks, trainer.strategy.optimizers)
 
 
 def devices_of(replica: Replica) -> list[torch.device]:

@@ -432,6 +432,48 @@ def test_of_several_devices_the_first_keeps_buffers_in_one_piece_as_well(sim: An
     assert max(seen.peaks[1:]) <= budget
 
 
+class SeesGradients(Callback):
+    """Looks at the gradients of the step before, which lie aside for it while micro-batches run."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.found.append(sum(parameter.grad is not None for parameter in module.parameters()))
+
+
+class Wide(LightningModule):
+    """Rows (B, 16), which take much less than the parameters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        self.net = nn.Sequential(nn.Linear(16, 64), *layers)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("callbacks", [[], [SeesGradients]], ids=["unseen", "seen"])
+def test_gradients_that_lie_aside_for_a_hook_are_planned_for(callbacks: Any, sim: Any) -> None:
+    torch.manual_seed(0)
+    seen = Peaks(sim)
+    module = Wide()
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    budget = sim.memory_allocated(0) + 3 * parameters + 600_000
+    strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches=2, plan_cache=False)
+    looks = [kind() for kind in callbacks]
+    trainer = make_trainer(accelerator="sim", devices=1, strategy=strategy, callbacks=[seen, *looks], max_epochs=1)
+    trainer.fit(module, DataLoader(torch.randn(3 * ROWS, 16), ROWS))
+    assert max(seen.peaks[1:]) <= budget
+    # Before the first step there are none; then the hook finds those of all parameters.
+    assert all(look.found == [0, 18, 18] for look in looks)
+
+
 class Peaks(Callback):
     """Bytes on the first simulated device at a time, step by step."""
 
