@@ -7,6 +7,7 @@ run       batch --slices--> slices --(rehearsal of the first)--> forward --> out
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice, weights_of
@@ -51,6 +52,10 @@ class EvaluationFlow:
         else:
             try:
                 outputs = self.forward(name, slices, args, kwargs)
+            except MetricsAppear as made:
+                session.replicas.state.buffers.restore()
+                session.follow_made_metrics(name, made)
+                return self.run(name, args, kwargs)
             except GatherError as error:
                 session.replicas.state.buffers.restore()
                 if not session.can_repeat(name):

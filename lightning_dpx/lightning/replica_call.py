@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_dpx.errors import GatherError
+from lightning_dpx.devices import is_out_of_memory
+from lightning_dpx.errors import DPXError, GatherError, some_of
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
+from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
+from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchDraws, BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
 
@@ -123,16 +126,25 @@ class ReplicaCall:
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
         watch = session.replicas.traits.draws if rules.news.seen is not None and not rules.draws else None
         seen = None if watch is None else watch.begin(("first draws", self._name), _SELDOM)
+        made = session.metric_watch.made
+        made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
-                    yield
+                    try:
+                        yield
+                    except Exception as error:
+                        _blame_metrics(session, self._name, slices, error)
+                        raise
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:
                         _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
-            except GatherError:
+                        _follow_metrics(session, self._name)
+            except GatherError as error:
                 # The step may run again, on the whole batch, and must not count twice.
                 state.put_back()
+                if isinstance(error, MetricsAppear):
+                    made.reset(session.modules)
                 raise
             if watch is not None and seen is not None and len(slices) > 1 and watch.has_drawn(seen):
                 rules.news.note_first_draws()
@@ -260,6 +272,36 @@ def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> Non
     if session.can_repeat(name):
         raise GatherError(reason)
     session.whole_batches.give_whole(name, reason, "For all devices to take part, count in on_train_batch_end.")
+
+
+def _follow_metrics(session: "Session", name: str) -> None:
+    """Has the whole batch make metrics where slices have each made their own.
+
+    Raises:
+        MetricsAppear: the step is to run again, on the whole batch.
+    """
+    paths = session.metric_watch.made.held_by(session.modules, list(session.metrics.named))
+    if not paths:
+        return
+    if session.can_repeat(name):
+        raise MetricsAppear(*why_whole(paths))
+    session.metric_watch.note_hooks()
+    rank_zero_warn(
+        f"dpx: {name} has made metrics in a batch ({some_of(paths)}), which have the rows of the first replica alone "
+        f"there. {ADVICE}"
+    )
+
+
+def _blame_metrics(session: "Session", name: str, slices: Sequence[BatchSlice], error: Exception) -> None:
+    """Has the whole batch try what slices have failed in, if these have made metrics: a clone is on another's device.
+
+    Raises:
+        MetricsAppear: the step is to run again, on the whole batch.
+    """
+    may_be_theirs = session.metric_watch.made and len(slices) > 1 and not is_out_of_memory(error)
+    if may_be_theirs and not isinstance(error, DPXError) and session.can_repeat(name):
+        reason = f"The step makes metrics in it, and slices, which make their own, raise {in_one_line(error)}"
+        raise MetricsAppear(reason, ADVICE) from error
 
 
 def _check_loss(output: Any) -> None:

@@ -20,6 +20,7 @@ from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_api import TrainerFn, pl, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
+from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.metrics.metric_watch import MetricWatch
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batches import MicroBatchSteps
@@ -102,6 +103,7 @@ class Session(Run):
         """A session of a rehearsal: of its own replicas, with what the real one has found out and put on."""
         shadow = Session(self.strategy, replicas, metrics, step)
         shadow.memory = self.memory
+        shadow.metric_watch.made = self.metric_watch.made
         return shadow
 
     @property
@@ -245,6 +247,11 @@ class Session(Run):
         self.strategy.announce("dpx: the module has other metrics than before; its replicas are made anew.")
         self.rehearsals.reopen_all()
         return self._make_replicas_anew()
+
+    def follow_made_metrics(self, name: str, made: MetricsAppear) -> None:
+        """A step on slices has made metrics: it runs again, whole, and the next look has replicas share them."""
+        self.metric_watch.note_repeat()
+        self.whole_batches.give_next_whole(name, made.reason, made.advice)
 
     def cut_slices(self, micro_batches: Sequence[int], *, training: bool = True) -> bool:
         """From now on steps in this mode have their slices cut into so many micro-batches, one number for each device.
@@ -451,6 +458,7 @@ class Session(Run):
 
     def close(self) -> None:
         """Ends the workers and takes everything of a run off the module."""
+        self.metric_watch.made.end()
         try:
             bring_home(self)
         finally:

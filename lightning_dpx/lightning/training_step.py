@@ -24,6 +24,7 @@ from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
+from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice
@@ -96,6 +97,10 @@ class TrainingFlow:
             forward = session.memory.guarded(self.forward)
             try:
                 outputs = forward(slices, args, kwargs)
+            except MetricsAppear as made:
+                self._discard(made)
+                session.follow_made_metrics(NAME, made)
+                return self.run(args, kwargs)
             except BaseException as error:
                 self._discard(error)
                 whole = self._whole_instead(error)

@@ -14,8 +14,13 @@ class NotRehearsed(Exception):  # noqa: N818  the step goes on without
     """The step cannot be rehearsed; the message says why."""
 
 
-class ParametersAppear(Exception):  # noqa: N818  one batch goes whole, the next one is rehearsed
-    """The step makes parameters, which replicas would draw each for itself; the message names them."""
+class PartsAppear(Exception):  # noqa: N818  one batch goes whole, the next one is rehearsed
+    """The step makes parameters, which replicas would draw each for itself, or metrics; the message names them."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.advice = advice
 
 
 class SlicesFail(Exception):  # noqa: N818  the stage goes on with whole batches

@@ -28,7 +28,7 @@ from lightning_dpx.lightning.rehearsal.outcome import (
     Call,
     NotRehearsed,
     Outcome,
-    ParametersAppear,
+    PartsAppear,
     SlicesFail,
     in_one_line,
     writes_parameters,
@@ -190,7 +190,7 @@ class Rehearsal:
                 return outcome
             # A step that was refused an item may fail in any way because
             # of it, so that comes first.
-            except (NotRehearsed, SlicesFail, ParametersAppear):
+            except (NotRehearsed, SlicesFail, PartsAppear):
                 self._check_iterators()
                 raise
             # Not a fault of the step: other processes may not rehearse at this moment.
@@ -221,7 +221,7 @@ class Rehearsal:
         step.trains_norms = True
         try:
             self._whole.observe(1)
-        except (NotRehearsed, ParametersAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
+        except (NotRehearsed, PartsAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
             return  # the step itself meets it, or not
         except Exception as error:  # noqa: BLE001  the whole batch has more rows
             traceback.clear_frames(error.__traceback__)
@@ -254,7 +254,7 @@ class Rehearsal:
         if not outcome.is_sure:
             # More rows are a bonus: what the first ones have shown stands,
             # whatever becomes of these.
-            with suppress(NotRehearsed, SlicesFail, ParametersAppear, torch.OutOfMemoryError):
+            with suppress(NotRehearsed, SlicesFail, PartsAppear, torch.OutOfMemoryError):
                 outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
         looked_at = {self._rows.taken()}
         for part in _OTHER_PARTS:
@@ -271,7 +271,7 @@ class Rehearsal:
                 continue
             looked_at.add(self._rows.taken())
             # What else the step does, the first rows have shown; these are only asked for their rules.
-            with suppress(NotRehearsed, SlicesFail, ParametersAppear), overridden(self, _looks_again=True):
+            with suppress(NotRehearsed, SlicesFail, PartsAppear), overridden(self, _looks_again=True):
                 outcome = self._refine(outcome, self._on_rows(1))
         return outcome
 
@@ -340,7 +340,7 @@ class Rehearsal:
         sizes = self._rows.unequal_sizes(factor)
         try:
             whole = self._observe_whole(sum(sizes))
-        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
+        except (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
@@ -376,7 +376,7 @@ class Rehearsal:
         self._refuse_what_slices_cannot_do(whole)
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
-        except (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal):
+        except (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal):
             raise
         # A step by hand says itself what slices cannot do in it.
         except WholeBatchError as error:

@@ -14,7 +14,7 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRu
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
-from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, ParametersAppear, SlicesFail
+from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, PartsAppear, SlicesFail
 from lightning_dpx.lightning.rehearsal.recurrence import Recurrence
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
@@ -236,11 +236,8 @@ class Rehearsals:
                 strategy.session.whole_batches.give_whole(call.name, failure.reason, failure.advice)
             return None
         # One batch goes whole, and makes them; by then replicas can be made with them.
-        except ParametersAppear as made:
-            self.reopen(call.name)
-            strategy.session.whole_batches.give_next_whole(
-                call.name, f"The step makes parameters in it: {made}.", "Make them before fit, or in configure_model."
-            )
+        except PartsAppear as made:
+            self._give_whole_for(call, made)
             return None
         except NotRehearsed as reason:
             if not self._left_micro_batches(call, f"they could not be checked: {reason}"):
@@ -312,8 +309,9 @@ class Rehearsals:
                 outcome = rehearsal.look_again(part, self._found[key], rules)
         except SlicesFail as failure:
             return self._leave_slices_later(call, failure)
-        except ParametersAppear:
-            return False  # the step itself will raise what is wrong
+        except PartsAppear as made:
+            self._give_whole_for(call, made)
+            return True
         except NotRehearsed as reason:
             self._say(f"dpx: {call.name}, checked before, could not be looked at again: {reason}")
             return False
@@ -339,6 +337,12 @@ class Rehearsals:
         self._tell(key, comparison, is_first=False)
         return True
 
+    def _give_whole_for(self, call: Call, made: PartsAppear) -> None:
+        """This batch goes whole; the next one is rehearsed with what it has made."""
+        self.reopen(call.name)
+        self._strategy.session.metric_watch.note_hooks()
+        self._strategy.session.whole_batches.give_next_whole(call.name, made.reason, made.advice)
+
     def _keep_order(self, name: str, comparison: Comparison) -> None:
         """A step that writes what lies outside of the module takes turns, or threads would write it in any order."""
         if any(path.startswith(OUTSIDE) for path in comparison.changed):
@@ -355,7 +359,7 @@ class Rehearsals:
         except SlicesFail as failure:
             self._strategy.session.whole_batches.keep_small(call.name, rows, failure.reason)
             return True
-        except (NotRehearsed, ParametersAppear):
+        except (NotRehearsed, PartsAppear):
             return False  # whatever it is, the step itself meets it
         self._least_rows[call.name, call.dataloader_idx] = rows
         return False

@@ -23,7 +23,7 @@ from lightning_dpx.lightning.rehearsal.comparison.parity_report import Compariso
 from lightning_dpx.lightning.rehearsal.counts import Count
 from lightning_dpx.lightning.rehearsal.outcome import (
     NotRehearsed,
-    ParametersAppear,
+    PartsAppear,
     SlicesFail,
     in_one_line,
     writes_parameters,
@@ -35,7 +35,7 @@ from lightning_dpx.replicas.merging.rules import Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 # What says of the whole rehearsal what became of it, and is no failure of the second step.
-_OF_REHEARSAL = (NotRehearsed, SlicesFail, ParametersAppear, CollectiveInRehearsal)
+_OF_REHEARSAL = (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal)
 
 _PARTS_OF_A_STEP = 100  # of what a step has added to a number: one of them short of it, the next step raises it again
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_dpx.devices import raises_out_of_memory
 from lightning_dpx.lightning.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
+from lightning_dpx.lightning.metrics.made_metrics import MadeMetrics, why_whole
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
     Observation,
@@ -21,7 +22,7 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     own_attributes_of,
 )
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
-from lightning_dpx.lightning.rehearsal.outcome import ParametersAppear
+from lightning_dpx.lightning.rehearsal.outcome import PartsAppear
 from lightning_dpx.lightning.rehearsal.shadow import ShadowReplicas
 from lightning_dpx.lightning.rehearsal.shadow_step import (
     ShadowStep,
@@ -114,7 +115,7 @@ class WholeRun:
 
         Raises:
             NotRehearsed: there is no shadow of the module, or no copy of the batch.
-            ParametersAppear: the step makes some.
+            PartsAppear: the step makes parameters, or metrics.
         """
         step = self.step
         shadow = step.make_shadow(own_parameters=nudged_from is not None)
@@ -125,6 +126,7 @@ class WholeRun:
         seen = Observation(state_before=step.state(shadow))
         # A step that makes a layer when it first knows its width adds names.
         known = {name for name, _ in shadow.named_parameters()}
+        made_metrics = MadeMetrics()
         with ExitStack() as stack:
             optimizers = step.optimizers_for(shadow, None, seen)
             stack.enter_context(step.pointing_at(shadow, None, None, optimizers))
@@ -142,10 +144,16 @@ class WholeRun:
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())
-                self._observe_step(shadow, replicas, num_rows, seen, watched)
+                with made_metrics.watching():
+                    self._observe_step(shadow, replicas, num_rows, seen, watched)
+            metrics = made_metrics.held_by([shadow], list(replicas.metrics.named))
         made = [name for name, _ in shadow.named_parameters() if name not in known]
         if made:
-            raise ParametersAppear(", ".join(made))
+            raise PartsAppear(
+                f"The step makes parameters in it: {', '.join(made)}.", "Make them before fit, or in configure_model."
+            )
+        if metrics:
+            raise PartsAppear(*why_whole(metrics))
         step.adopt_precision()
         step.changes_settings |= step.guest.changed_settings and not step.by_hand
         step.changes_settings |= bool(step.guest.switched)

@@ -1,0 +1,141 @@
+"""Metrics that a step makes: each replica has one of its own by then, with its own rows, and a look comes too late.
+
+So the making is seen: of all that a step makes, only what the module leads to afterwards counts. A batch in which some
+are made is run on one device, and replicas share them from the next one on.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_dpx.errors import GatherError, some_of
+from lightning_dpx.lightning.metrics.metrics import KINDS
+from lightning_dpx.python_objects.reachable import reachable
+
+ADVICE = "Make them before fit, or in a hook between steps."
+
+
+class MetricsAppear(GatherError):  # noqa: N818  the step goes on, whole
+    """A step has made metrics in slices, and is to run again on the whole batch.
+
+    Args:
+        reason: Why, as a sentence.
+        advice: What to do about it.
+    """
+
+    def __init__(self, reason: str, advice: str) -> None:
+        self.reason = reason
+        self.advice = advice
+        super().__init__(reason)
+
+
+class MadeMetrics:
+    """The metrics that are made while it watches."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Metric]] = []
+
+    def __bool__(self) -> bool:
+        """Whether any have been."""
+        return bool(self._made)
+
+    def begin(self) -> None:
+        """It watches from here on, and forgets what it has seen."""
+        self._made.clear()
+        if self not in _WATCHES:
+            _WATCHES.add(self)
+            _REDIRECTED.begin()
+
+    def end(self) -> None:
+        """It watches no more."""
+        _WATCHES.discard(self)
+        # Of a run that was not torn down the watch is gone with its session.
+        if not _WATCHES:
+            _REDIRECTED.end()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Steps run in here."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def note(self, metric: Metric) -> None:
+        """A metric has been made."""
+        self._made.append(weakref.ref(metric))
+
+    def held_by(self, modules: Sequence[nn.Module], known: Sequence[str]) -> list[str]:
+        """The paths of those that modules lead to.
+
+        Args:
+            modules: Those that have run the step.
+            known: Paths of metrics that were there before: what these make for themselves is theirs.
+        """
+        alive = {id(metric) for reference in self._made if (metric := reference()) is not None}
+        if not alive:
+            return []
+        inside = tuple(f"{path}{mark}" for path in known for mark in (".", "["))
+        found: list[str] = []
+        for module in modules:
+            for path, metric in reachable(module, KINDS):
+                if id(metric) in alive and not path.startswith(inside):
+                    found.append(path)
+        return list(dict.fromkeys(found))
+
+    def reset(self, modules: Sequence[nn.Module]) -> None:
+        """Those that are left, though the step will run again, have seen nothing yet."""
+        alive = {id(metric) for reference in self._made if (metric := reference()) is not None}
+        for module in modules:
+            for _, metric in reachable(module, KINDS):
+                if id(metric) in alive:
+                    metric.reset()
+
+
+class _Redirected:
+    """Makes metrics known to all that watch.
+
+    For a whole run: to exchange methods of a class with hundreds of others that inherit from it takes 50 us.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        # By both ways: a clone, as of a prototype, is no call of the constructor.
+        for name in ("__init__", "__setstate__"):
+            if name not in self._before:
+                self._before[name] = vars(Metric)[name]
+                type.__setattr__(Metric, name, _noted(self._before[name]))
+
+    def end(self) -> None:
+        while self._before:
+            name, own = self._before.popitem()
+            type.__setattr__(Metric, name, own)
+
+
+def _noted(own: Any) -> Any:
+    @wraps(own)
+    def call(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, *args, **kwargs)
+        for watch in list(_WATCHES):
+            watch.note(self)
+        return result
+
+    return call
+
+
+_WATCHES: "weakref.WeakSet[MadeMetrics]" = weakref.WeakSet()
+_REDIRECTED = _Redirected()
+
+
+def why_whole(paths: Sequence[str]) -> tuple[str, str]:
+    """Why a batch in which metrics are made goes whole, and what to do about it."""
+    reason = f"The step makes metrics in it ({some_of(paths)}), and every slice would make its own."
+    return reason, ADVICE
