@@ -103,6 +103,12 @@ class Outcome:
         return any(self._fitting_kinds())
 
     @property
+    def has_constants(self) -> bool:
+        """Whether a value was the same everywhere: a setting, or a mean of any kind over rows that are alike."""
+        found = (*self.findings.values(), *self.logged.values())
+        return any(one.is_constant and len(one.rules) > 1 and one.path not in self.unstable for one in found)
+
+    @property
     def is_some_mean(self) -> bool:
         """Whether no rules but kinds of mean are left to choose from.
 

@@ -259,7 +259,7 @@ class Rehearsal:
         looked_at = {self._rows.taken()}
         for part in _OTHER_PARTS:
             # Asked each time, as every further look may leave one rule only.
-            if not outcome.is_ambiguous:
+            if not outcome.is_ambiguous and not (outcome.has_constants and len(looked_at) == 1):
                 break
             # Rows that are nearly alike mostly are so in the whole batch. But where it is sorted, the last ones are
             # others, and there may be no later batch to tell means apart.
@@ -273,7 +273,26 @@ class Rehearsal:
             # What else the step does, the first rows have shown; these are only asked for their rules.
             with suppress(NotRehearsed, SlicesFail, PartsAppear), overridden(self, _looks_again=True):
                 outcome = self._refine(outcome, self._on_rows(1))
-        return outcome
+        return self._beside_all_rows(outcome)
+
+    def _beside_all_rows(self, outcome: Outcome) -> Outcome:
+        """What is found on all rows as well, of an evaluation: where a few show too little, it may have one batch."""
+        # Without graphs they take little room, for which a budget has not asked all the same.
+        is_settled = outcome.is_sure and not outcome.has_constants
+        if self._step.trains or is_settled or self._plans_memory or outcome.comparison.differences:
+            return outcome
+        self._rows.skipped = 0.0
+        sizes = self._rows.real_sizes
+        if sum(sizes) <= outcome.comparison.rows:
+            return outcome
+        try:
+            with overridden(self, _looks_again=True):
+                return self._refine(outcome, self._with_slices(self._whole.observe(sum(sizes)), sizes))
+        except SlicesFail:
+            raise
+        except Exception as error:  # noqa: BLE001  a bonus, as above; the step itself will raise it, or not
+            traceback.clear_frames(error.__traceback__)
+            return outcome
 
     def what_micro_batches_change(self, outcome: Outcome) -> str:
         """What is not as on one device if slices are cut further, in a sentence; empty if nothing."""

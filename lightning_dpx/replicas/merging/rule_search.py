@@ -39,6 +39,7 @@ class Finding:
         path: Where the value is.
         rules: Those that reproduce the whole batch's value, the preferred one first; none if nothing does.
         is_sure: Whether the rules left would also agree on other values.
+        is_constant: Whether it was the same everywhere, as a setting is, and a mean over rows that are alike.
         error: The largest relative difference of the preferred rule.
         text: What differs, where no rule reproduces the value.
     """
@@ -46,6 +47,7 @@ class Finding:
     path: str
     rules: tuple[Rule, ...]
     is_sure: bool = True
+    is_constant: bool = False
     error: float = 0.0
     text: str = ""
 
@@ -236,7 +238,7 @@ class Search:
         floating = target.is_floating_point() or target.is_complex()
         equal = Rule(kind="mean") if floating and any(rule.kind == "mean" for rule in fitting) else Rule(kind="equal")
         others = [rule for rule in fitting if rule != equal]
-        return Finding(path=path, rules=(equal, *others))
+        return Finding(path=path, rules=(equal, *others), is_constant=floating)
 
     def _kinds(self) -> list[Kind]:
         kinds = [kind for kind in _OF_NUMBERS if kind != "loss mean" or self.weights.differ]

@@ -872,6 +872,24 @@ def test_means_are_told_apart_by_the_last_rows_of_a_sorted_batch_of_which_there_
     assert ours["rmse"] == pytest.approx(alone["rmse"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "errors",
+    [
+        torch.cat([torch.ones(32), torch.full((32,), 3.5)]),  # alike within each slice
+        torch.cat([torch.ones(37), torch.full((1,), 15.0), torch.ones(26)]),
+        torch.cat([torch.ones(501), torch.full((1,), 99.0), torch.ones(498)]),
+        torch.cat([torch.zeros(60), torch.full((4,), 3.5)]),
+    ],
+    ids=["halves", "an outlier", "an outlier among many", "zeros"],
+)
+def test_means_are_told_apart_by_all_rows_of_an_evaluation_where_a_few_are_the_same(errors: torch.Tensor) -> None:
+    loader = DataLoader(TensorDataset(errors[:, None]), len(errors))
+    (alone,) = make_trainer().validate(RootOfErrors(), loader, verbose=False)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    (ours,) = trainer.validate(RootOfErrors(), loader, verbose=False)
+    assert ours["rmse"] == pytest.approx(alone["rmse"], rel=1e-5)
+
+
 def test_a_logged_value_that_nothing_reproduces_is_named(fitted) -> None:
     class Median(Model):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -43,5 +43,12 @@ def refined(first: Mapping[str, Finding], second: Mapping[str, Finding]) -> dict
         both = tuple(rule for rule in earlier.rules if rule in found.rules)
         text = "" if both else "no way of putting slices together gives it on all rows that were tried"
         is_sure = len(both) == 1 or earlier.is_sure or found.is_sure
-        result[path] = Finding(path=path, rules=both, is_sure=is_sure, error=found.error, text=text)
+        result[path] = Finding(
+            path=path,
+            rules=both,
+            is_sure=is_sure,
+            is_constant=earlier.is_constant and found.is_constant,
+            error=found.error,
+            text=text,
+        )
     return result
