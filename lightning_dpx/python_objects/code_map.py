@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from lightning_dpx.python_objects.origin import package_of
+from lightning_dpx.python_objects.origin import is_followed
 
 _MAX_MAPS = 8
 _MAX_OWNERS = 20_000
@@ -146,7 +146,7 @@ class CodeMap:
                 continue
             self.covered.add(id(owner))
             self._watch(owner)
-            if package_of(getattr(owner, "__module__", None)) not in self._packages:
+            if not is_followed(getattr(owner, "__module__", None), self._packages):
                 continue
             # What a decorated function calls is in its closure, and no name leads there.
             if isinstance(owner, types.FunctionType) and (owner.__closure__ or vars(owner)):
@@ -240,7 +240,7 @@ def named_by(owner: Owner, packages: frozenset[str]) -> Iterator[Named]:
         yield name, owner, name
         value = owner.__globals__.get(name)
         # Of an imported file only what the function names is looked at, not all that is in it.
-        if isinstance(value, types.ModuleType) and package_of(value.__name__) in packages:
+        if isinstance(value, types.ModuleType) and is_followed(value.__name__, packages):
             for inner in names:
                 yield f"{value.__name__}.{inner}", value, inner
 

@@ -6,6 +6,7 @@
 No comparison with another copy shows what is lost: that one is not found either.
 """
 
+import re
 import types
 import weakref
 from collections import deque
@@ -28,6 +29,9 @@ _MOST_ITEMS = 10_000
 _BY_IDENTITY = frozenset({"id", "data_ptr"})  # what code says that looks something up so
 _BEFORE_STEPS = frozenset({"__init__", "configure_optimizers", "configure_model", "setup", "on_fit_start"})
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakSet)
+# Ids in texts, as keys of what is saved as a file are; no smaller numbers, which names have in them.
+_DECIMAL = re.compile(r"\d{7,}")
+_HEXADECIMAL = re.compile(r"[0-9a-fA-F]{7,}")
 _LEAVES = (type, types.ModuleType, torch.Tensor, nn.Module, str, bytes, int, float, type(None))
 
 
@@ -51,7 +55,7 @@ def identity_registries(module: nn.Module, attributes: Iterable[tuple[str, Any]]
     for place in places_of_code(module):
         search.add(place[0], value_at(place), is_shared=True)
     search.run()
-    if search.by_id and _looks_up_ids(module, search.functions):
+    if search.by_id and _looks_up_ids(module, search.functions, search.kinds):
         return [*search.by_id, *search.by_key]
     return search.by_key
 
@@ -66,6 +70,7 @@ class _Search:
         by_id: Paths of containers with ids of its parts.
         by_key: Paths of those that all copies share, with its parts as keys.
         functions: That were met.
+        kinds: Classes of the user's of which objects were met.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,16 +78,15 @@ class _Search:
         parts: list[Any] = [*tensors, *module.modules()]
         # The module itself may be a key in a list of experiments, which is no part of its steps.
         self._parts = {id(part) for part in parts if part is not module}
-        self._ids: set[int | str] = {id(part) for part in parts}
+        self._ids = {id(part) for part in parts}
         plain = [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
         self._ids.update(tensor.data_ptr() for tensor in plain if tensor.numel())
-        # Keys of what is saved as a file are texts.
-        self._ids.update([str(number) for number in self._ids])
         self._seen: set[int] = set()
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         self.by_id: list[str] = []
         self.by_key: list[str] = []
         self.functions: list[types.FunctionType] = []
+        self.kinds: dict[type, None] = {}
 
     def add(self, path: str, value: Any, *, is_shared: bool) -> None:
         """Goes to ``value``, too.
@@ -127,23 +131,35 @@ class _Search:
         for key in keys:
             if type(key) is tuple:
                 named.extend(key)
-        if any(type(key) in (int, str) and key in self._ids for key in named):
+        if any(map(self._is_id, named)):
             self.by_id.append(path)
         if is_shared and any(id(key) in self._parts for key in named):
             self.by_key.append(path)
+
+    def _is_id(self, key: Any) -> bool:
+        """Whether a key is the id of a part, or a text with one in it."""
+        if type(key) is int:
+            return key in self._ids
+        if type(key) is not str:
+            return False
+        numbers = [int(digits) for digits in _DECIMAL.findall(key)]
+        numbers += [int(digits, 16) for digits in _HEXADECIMAL.findall(key)]
+        return not self._ids.isdisjoint(numbers)
 
     def _look_at_object(self, path: str, value: Any, *, is_shared: bool) -> None:
         # Asked of methods alone: an object of the user may answer any name, or fail.
         function = value.__func__ if isinstance(value, types.MethodType) else value
         if isinstance(function, types.FunctionType):
             self.functions.append(function)
+        else:
+            self.kinds.update(dict.fromkeys(type(value).__mro__))
         for name, held in (kept_values(value) or {}).items():
             self.add(f"{path}.{name}", held, is_shared=is_shared)
 
 
-def _looks_up_ids(module: nn.Module, functions: Collection[types.FunctionType]) -> bool:
+def _looks_up_ids(module: nn.Module, functions: Collection[types.FunctionType], kinds: Iterable[type]) -> bool:
     """Whether code that may run in a step says ``id`` or ``data_ptr``."""
-    waiting = deque([*functions, *_methods_of_steps(module, functions)])
+    waiting = deque([*functions, *_methods_of_steps(module, functions, kinds)])
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.popleft()
@@ -161,17 +177,20 @@ def _looks_up_ids(module: nn.Module, functions: Collection[types.FunctionType]) 
     return False
 
 
-def _methods_of_steps(module: nn.Module, others: Collection[types.FunctionType]) -> list[types.FunctionType]:
+def _methods_of_steps(
+    module: nn.Module, others: Collection[types.FunctionType], kinds: Iterable[type]
+) -> list[types.FunctionType]:
     """Methods without those that run before all steps: what configures optimizers, and what that alone calls.
 
     Args:
         module: Whose classes are looked at, and those of objects that it holds.
         others: Functions that may call methods, too.
+        kinds: Classes of objects that code leads to.
     """
     said_by_others: set[str] = set()
     for function in others:
         said_by_others.update(names_in(function.__code__))
-    methods = list(_methods_of(module))
+    methods = list(_methods_of(module, kinds))
     called: set[str] = set()
     for kind in _classes_of(module):
         if is_library(kind):
@@ -201,8 +220,9 @@ def _classes_of(module: nn.Module) -> dict[type, None]:
     return kinds
 
 
-def _methods_of(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
-    kinds = _classes_of(module)
+def _methods_of(module: nn.Module, others: Iterable[type]) -> Iterator[tuple[str, types.FunctionType]]:
+    kinds = dict.fromkeys(others)
+    kinds.update(_classes_of(module))
     # What a step calls may be the method of an object that the module holds.
     kinds.update(dict.fromkeys(classes_of_held(module)))
     for kind in kinds:

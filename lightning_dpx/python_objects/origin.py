@@ -41,5 +41,13 @@ def is_installed(name: str | None) -> bool:
     if package_of(name) in _LIBRARIES:
         return True
     file = getattr(sys.modules.get(name or ""), "__file__", None)
+    # Parts of Python that are built in, such as sys, have no file either.
+    if file is None and package_of(name) in sys.stdlib_module_names:
+        return True
     # Without a file it is the `__main__` of a notebook or a prompt: the user's own code.
     return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+
+
+def is_followed(name: str | None, packages: frozenset[str]) -> bool:
+    """Whether code of the file called ``name`` is followed: that of ``packages``, and all that is the user's own."""
+    return package_of(name) in packages or not is_installed(name)

@@ -8,7 +8,7 @@ milliseconds.
 
 import functools
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from lightning_dpx.python_objects.code_map import (
 )
 from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, may_hold, pairs_of, size_of
-from lightning_dpx.python_objects.origin import is_installed, is_library, package_of, without_libraries
+from lightning_dpx.python_objects.origin import is_followed, is_library, package_of, without_libraries
 from lightning_dpx.python_objects.own_attributes import own_attributes
 
 _MAX_OBJECTS = 20_000
@@ -80,12 +80,13 @@ class _Search:
 
     Args:
         wanted: The types that are looked for.
-        packages: Those whose code is followed.
+        packages: Those whose code is followed, beside the user's own; ``None`` to follow none.
     """
 
-    def __init__(self, wanted: tuple[type, ...], packages: frozenset[str]) -> None:
+    def __init__(self, wanted: tuple[type, ...], packages: frozenset[str] | None) -> None:
         self._wanted = wanted
-        self._packages = packages
+        self._follows_code = packages is not None
+        self._packages = packages or frozenset()
         self._types: dict[type, _Type] = {}
         self._seen: set[int] = set()
         # First in, first out, so that what is near is found before what is far, with
@@ -169,8 +170,11 @@ class _Search:
 
     def _add_root(self, owner: Any) -> None:
         """The code of a class or a function is to be followed, if it belongs to the packages."""
-        if id(owner) not in self._covered and package_of(getattr(owner, "__module__", None)) in self._packages:
+        if id(owner) not in self._covered and self._is_followed(owner):
             self._roots[id(owner)] = owner
+
+    def _is_followed(self, owner: Any) -> bool:
+        return self._follows_code and is_followed(getattr(owner, "__module__", None), self._packages)
 
     def _add_names(self, function: Any) -> None:
         """What a function leads to: what it names, and what its closure holds."""
@@ -180,7 +184,7 @@ class _Search:
         if is_settled(function):
             self._add_root(function)
             return
-        if package_of(function.__module__) not in self._packages:
+        if not self._is_followed(function):
             return
         for label, owner, key in named_by(function, self._packages):
             value = function_in(namespace_of(owner).get(key))
@@ -215,7 +219,7 @@ def reachable(module: nn.Module, kinds: tuple[type, ...], *, follow_code: bool =
         kinds: What is looked for; the search goes on inside what it finds.
         follow_code: Also search the globals and closures that the methods name.
     """
-    packages = _packages_of(module) if follow_code else frozenset()
+    packages = _packages_of(module) if follow_code else None
     return list(_Search(kinds, packages).run(module))
 
 
@@ -226,8 +230,9 @@ def places_of_code(module: nn.Module) -> list[Place]:
     """Where the code of the classes that ``module`` is made of may keep something: outside of ``module``.
 
     Attributes of those classes, and of the classes of objects that it holds (a schedule, a memory), and globals that
-    their methods name, with the namespaces that hold them; likewise of the classes and functions of the same packages
-    that this code names (``Counter.total += 1``), and so on.
+    their methods name, with the namespaces that hold them, also of imported files (``states.total += 1``); likewise of
+    the classes and functions that this code names (``Counter.total += 1``), and so on, within the same packages and
+    wherever code is not installed but the user's own.
 
     Args:
         module: Whose classes, and those that they inherit from, are looked at, as far as they are no library's.
@@ -244,22 +249,38 @@ def places_of_code(module: nn.Module) -> list[Place]:
         if id(owner) in seen:
             continue
         seen.add(id(owner))
+        if not is_followed(owner.__module__, packages):
+            continue
         if isinstance(owner, type):
-            for key, value in _of_base(owner, packages):
-                if isinstance(value, types.FunctionType):
-                    waiting.append(value)
+            for key, value in list(vars(owner).items()):
+                function = function_in(value)
+                if isinstance(function, types.FunctionType):
+                    waiting.append(function)
                 elif not key.startswith("__"):
                     found[id(owner), key] = f"{owner.__qualname__}.{key}", owner, key
-        elif package_of(owner.__module__) in packages:
+        else:
             num_functions += 1
-            space = owner.__globals__
-            for name in names_in(owner.__code__):
-                if name not in space:
-                    continue
-                found[id(space), name] = name, space, name
-                if isinstance(space[name], type | types.FunctionType):
-                    waiting.append(space[name])
-    return [place for place in found.values() if _is_data(place)]
+            names = names_in(owner.__code__)
+            # Of an imported file only what the function names, not all that is in it.
+            for space in _namespaces_of(owner, names, packages):
+                for name in names.keys() & space.keys():
+                    found[id(space), name] = name, space, name
+                    if isinstance(space[name], type | types.FunctionType):
+                        waiting.append(space[name])
+    return _with_paths_of_their_own([place for place in found.values() if _is_data(place)])
+
+
+def _with_paths_of_their_own(places: list[Place]) -> list[Place]:
+    """The same, where globals of several files that have one name are told apart by those of the files."""
+    times = Counter(path for path, _, _ in places)
+    found: list[Place] = []
+    for path, space, key in places:
+        if times[path] > 1:
+            file = space.__module__ if isinstance(space, type) else space.get("__name__")
+            found.append((f"{file}.{path}", space, key))
+        else:
+            found.append((path, space, key))
+    return found
 
 
 def value_at(place: Place) -> Any:
@@ -293,9 +314,9 @@ def classes_of_held(module: nn.Module) -> list[type]:
         if id(value) in seen or isinstance(value, _NOT_HELD):
             continue
         seen.add(id(value))
-        is_own = _is_followed(type(value).__module__, packages)
+        is_own = is_followed(type(value).__module__, packages)
         if is_own:
-            kinds = [kind for kind in type(value).__mro__ if _is_followed(kind.__module__, packages)]
+            kinds = [kind for kind in type(value).__mro__ if is_followed(kind.__module__, packages)]
             found.update(dict.fromkeys(kinds))
         if isinstance(value, CONTAINERS):
             waiting += items_of(value) if size_of(value) <= _MAX_ITEMS else ()
@@ -347,7 +368,7 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
         if not isinstance(function, types.FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if not _is_followed(function.__module__, packages):
+        if not is_followed(function.__module__, packages):
             continue
         names = names_in(function.__code__)
         for namespace in _namespaces_of(function, names, packages):
@@ -372,10 +393,6 @@ def is_plain_function(value: Any) -> bool:
     return not value.__closure__ and not vars(value) and all(isinstance(one, _LEAVES) for one in given)
 
 
-def _is_followed(file: str | None, packages: frozenset[str]) -> bool:
-    return package_of(file) in packages or not is_installed(file)
-
-
 def _namespaces_of(
     function: types.FunctionType, names: dict[str, None], packages: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
@@ -383,5 +400,5 @@ def _namespaces_of(
     yield function.__globals__
     for name in names.keys() & function.__globals__.keys():
         value = function.__globals__[name]
-        if isinstance(value, types.ModuleType) and _is_followed(value.__name__, packages):
+        if isinstance(value, types.ModuleType) and is_followed(value.__name__, packages):
             yield vars(value)

@@ -56,6 +56,9 @@ HELD: list[tuple[Callable[[Net], Any], list[str]]] = [
     (lambda net: {net.layer.weight.data_ptr(): 1.0}, ["self.held"]),
     (lambda net: {(id(net.layer), "rate"): 1.0}, ["self.held"]),
     (lambda net: {str(id(net.layer)): 1.0}, ["self.held"]),
+    (lambda net: {f"layer{id(net.layer)}_rate": 1.0}, ["self.held"]),
+    (lambda net: {hex(id(net.layer)): 1.0}, ["self.held"]),
+    (lambda net: {f"{id(nn.Linear(1, 1))}_rate": 1.0}, []),
     (lambda net: Decays({id(net): 1.0}), ["self.held.by_id"]),
     (lambda net: {"all": [{id(net.layer): 1.0}]}, ["self.held"]),
     (lambda net: {id(nn.Linear(1, 1)): 1.0, 3: 2.0}, []),
@@ -141,3 +144,35 @@ def test_keys_may_be_pairs_of_a_part_and_a_name() -> None:
     PAIRS[net.layer, "rate"] = 2.0
     assert registries(net) == ["PAIRS"]
     PAIRS.clear()
+
+
+class Registry:
+    """Of the user's, in a global; the module does not hold it."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, float] = {}
+
+    def rate(self, part: nn.Module) -> float:
+        return self.rates.get(f"{id(part)}_rate", 1.0)
+
+
+REGISTRY = Registry()
+
+
+class AsksTheRegistry(NamesNoIds):
+    held = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.layer = Layer(2, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows) * REGISTRY.rate(self.layer)
+
+
+def test_objects_in_globals_may_look_up() -> None:
+    module = AsksTheRegistry()
+    assert registries(module) == []
+    REGISTRY.rates[f"{id(module.layer)}_rate"] = 2.0
+    assert registries(module) == ["REGISTRY.rates"]
+    REGISTRY.rates.clear()

@@ -78,9 +78,11 @@ class MadeMetrics:
             modules: Those that have run the step.
             known: Paths of metrics that were there before: what these make for themselves is theirs.
         """
+        # A metric is in circles with its own methods, so one that the step has dropped may be alive as well.
         alive = {id(metric) for reference in self._made if (metric := reference()) is not None}
         if not alive:
             return []
+        # A tracker, say, makes one in each call of its own.
         inside = tuple(f"{path}{mark}" for path in known for mark in (".", "["))
         found: list[str] = []
         for module in modules:

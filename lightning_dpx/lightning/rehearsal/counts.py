@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, name_of
-from lightning_dpx.lightning.rehearsal.surroundings import Surroundings
+from lightning_dpx.lightning.rehearsal.outside_state import Surroundings
 from lightning_dpx.python_objects.kept_values import kept_values, put_value
 from lightning_dpx.python_objects.object_graph import CONTAINERS, pairs_of
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -171,6 +171,7 @@ def count_between(count: Count, before: Any, after: Any, num_rows: int) -> Count
         is_whole = bool(np.all(added == np.round(added)))
         direction = np.sign(added) if isinstance(added, np.ndarray) else int(math.copysign(1, added))
         most = float(np.abs(added).max())
+    # One by one, so that no level is stepped over; of parts of rows there is no smallest one.
     if is_whole:
         return replace(count, unit=direction, num_units=most)
     return replace(count, unit=added / num_rows, num_units=num_rows)
@@ -178,11 +179,13 @@ def count_between(count: Count, before: Any, after: Any, num_rows: int) -> Count
 
 def _numbers_within(count: Count, before: Any, after: Any, absent: Any) -> Iterator[tuple[Count, Any, Any]]:
     """The numbers that are others now, with what they were and are; an ``absent`` one has begun at 0."""
+    # Observations have dicts in the place of objects, and lists in that of tuples and deques.
     if isinstance(after, dict):
         held = before if isinstance(before, dict) else {}
         for key, value in after.items():
             yield from _numbers_within(_within(count, key), held.get(key, absent), value, absent)
     elif isinstance(after, list) and isinstance(before, list):
+        # Items that the step has appended are no counts; those before them may be.
         for index, (start, value) in enumerate(zip(before, after, strict=False)):
             yield from _numbers_within(_within(count, index), start, value, absent)
     elif isinstance(after, np.ndarray):
@@ -256,6 +259,7 @@ def _add(holder: Any, key: Any, unit: Any, number: float) -> None:
         # In place, as others may have the same array.
         value += np.asarray(amount).astype(value.dtype)
         return
+    # Past what a class does when it is set, such as a property that refuses smaller numbers.
     total = amount if value is None else value + amount  # a first step may make it
     if isinstance(holder, nn.Module):
         setattr(holder, key, total)

@@ -1,0 +1,35 @@
+"""A file of the user's beside that of the module, which keeps something for it.
+
+Tests run it under a name of another package.
+"""
+
+import random
+from typing import Any
+
+from torchmetrics import MeanSquaredError
+
+RATES: dict[Any, float] = {}
+SEEN = {"rows": 0}
+GENERATOR = random.Random(0)
+ERROR = MeanSquaredError(squared=False)
+
+
+def rate(part: Any) -> float:
+    """What is kept of a part."""
+    return RATES.get(part, 1.0)
+
+
+def count(rows: int) -> int:
+    """Adds rows to those that were seen."""
+    SEEN["rows"] += rows
+    return SEEN["rows"]
+
+
+def draw() -> float:
+    """A random number."""
+    return GENERATOR.random()
+
+
+def note(found: Any, targets: Any) -> Any:
+    """The error of a batch, which joins that of all."""
+    return ERROR(found, targets)
