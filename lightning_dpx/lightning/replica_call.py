@@ -131,6 +131,7 @@ class ReplicaCall:
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
+                    # A clone of a shared metric is where that is, and fails on the rows of another device.
                     try:
                         yield
                     except Exception as error:
@@ -143,6 +144,7 @@ class ReplicaCall:
             except GatherError as error:
                 # The step may run again, on the whole batch, and must not count twice.
                 state.put_back()
+                # In objects they are still there, with what slices have given them.
                 if isinstance(error, MetricsAppear):
                     made.reset(session.modules)
                 raise
@@ -298,6 +300,7 @@ def _blame_metrics(session: "Session", name: str, slices: Sequence[BatchSlice], 
     Raises:
         MetricsAppear: the step is to run again, on the whole batch.
     """
+    # An error of this package has a remedy of its own, and what does not fit as slices fits less as a whole.
     may_be_theirs = session.metric_watch.made and len(slices) > 1 and not is_out_of_memory(error)
     if may_be_theirs and not isinstance(error, DPXError) and session.can_repeat(name):
         reason = f"The step makes metrics in it, and slices, which make their own, raise {in_one_line(error)}"

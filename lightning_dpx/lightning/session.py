@@ -103,6 +103,7 @@ class Session(Run):
         """A session of a rehearsal: of its own replicas, with what the real one has found out and put on."""
         shadow = Session(self.strategy, replicas, metrics, step)
         shadow.memory = self.memory
+        # One watch for both, as only that of a session is taken away in the end.
         shadow.metric_watch.made = self.metric_watch.made
         return shadow
 

@@ -149,6 +149,7 @@ class _Search:
     def _look_at_object(self, path: str, value: Any, *, is_shared: bool) -> None:
         # Asked of methods alone: an object of the user may answer any name, or fail.
         function = value.__func__ if isinstance(value, types.MethodType) else value
+        # Code that nothing of the module's own leads to, such as a method of an object in a global.
         if isinstance(function, types.FunctionType):
             self.functions.append(function)
         else:

@@ -55,6 +55,7 @@ class MadeMetrics:
         """It watches no more."""
         _WATCHES.discard(self)
         # Of a run that was not torn down the watch is gone with its session.
+        # That of another run, in the middle of which this one was, goes on.
         if not _WATCHES:
             _REDIRECTED.end()
 

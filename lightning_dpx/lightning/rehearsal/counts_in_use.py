@@ -67,6 +67,7 @@ class CountsInUse:
         numbers: list[Count] = [*_own_counts(judge, first, num_rows), *_shared_counts(first, num_rows)]
         lengths = [Length(place=place, items=items) for place, items in first.appended.items()]
         by_row = [one for length in lengths for one in length.of_rows(num_rows)]
+        # Apart, as a step may go through a list, and fail where it is too long.
         try:
             for counts in (numbers, lengths, by_row):
                 self._refuse_use(counts, judge, first, told, unstable)
@@ -113,6 +114,7 @@ class CountsInUse:
         ahead = self._first_change(first)
         if ahead is None:
             return False
+        # Draws of slices are others than those of one device, so nothing that slices do says anything.
         if unstable:
             found = self._use_among_draws(ahead)
         else:
@@ -197,6 +199,7 @@ class CountsInUse:
         With fewer rows a step that uses its count after it has counted is not yet where it does something else.
         """
         text = "it does something else with the same random numbers"
+        # There a slice finds what those before it have added, whether it asks before it adds or after.
         if any(count.is_shared for count in self._counts):
             return text
         few = [self._observed_whole(number, self._sizes[0]) for number in (ahead - 1, ahead)]

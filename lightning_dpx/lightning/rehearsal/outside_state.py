@@ -255,6 +255,7 @@ class Surroundings:
         named = self._named.get(path)
         if named is not None:
             return named.place
+        # An object's own attribute may not be there yet, so it is found by the path of the object.
         # The longest path first: a data set may hold another one.
         for prefix in sorted(self._objects, key=len, reverse=True):
             if path.startswith(f"{prefix}."):

@@ -282,6 +282,7 @@ class Rehearsal:
         if self._step.trains or is_settled or self._plans_memory or outcome.comparison.differences:
             return outcome
         self._rows.skipped = 0.0
+        # The slices of the run, as a few more rows in the first one would not be those.
         sizes = self._rows.real_sizes
         if sum(sizes) <= outcome.comparison.rows:
             return outcome
