@@ -10,6 +10,7 @@ _LIBRARIES = _RUN_STEPS | {
     "abc", "builtins", "collections", "dataclasses", "functools", "logging", "numpy", "threading", "torch",
     "torchmetrics", "torchvision", "typing",
 }  # fmt: skip
+_OF_ENVIRONMENTS = {"site-packages", "dist-packages"}  # the names of their folders for packages
 _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
@@ -45,7 +46,12 @@ def is_installed(name: str | None) -> bool:
     if file is None and package_of(name) in sys.stdlib_module_names:
         return True
     # Without a file it is the `__main__` of a notebook or a prompt: the user's own code.
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+    if file is None:
+        return False
+    path = Path(file)
+    # Also where another environment has it, on which this one is laid (by a .pth file, say, or the system's).
+    is_in_environment = not _OF_ENVIRONMENTS.isdisjoint(path.parts)
+    return is_in_environment or any(path.is_relative_to(folder) for folder in _INSTALLED)
 
 
 def is_followed(name: str | None, packages: frozenset[str]) -> bool:

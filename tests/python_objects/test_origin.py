@@ -1,6 +1,8 @@
 """Where a class or a file comes from."""
 
 import collections
+import sys
+import types
 
 import lightning.pytorch as pl
 import pytest
@@ -26,10 +28,21 @@ def test_frameworks_are_libraries_and_only_what_runs_steps_leads_everywhere() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "installed"), [("yaml.nodes", True), ("torch.nn", True), ("json", True), (__name__, False), (None, True)]
+    ("name", "installed"),
+    [("yaml.nodes", True), ("torch.nn", True), ("json", True), ("sys", True), (__name__, False), (None, True)],
 )
 def test_files_of_installed_packages_are_not_the_user_s(name: str | None, installed: bool) -> None:
     assert origin.is_installed(name) == installed
+
+
+def test_packages_of_an_environment_beneath_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a virtual environment has them that is laid on another one by a .pth file."""
+    for folder, installed in (("/elsewhere/lib/site-packages/", True), ("/elsewhere/project/", False)):
+        name = f"a_file_below_{'an_environment' if installed else 'a_project'}"
+        module = types.ModuleType(name)
+        module.__file__ = f"{folder}{name}.py"
+        monkeypatch.setitem(sys.modules, name, module)
+        assert origin.is_installed(name) == installed
 
 
 def test_packages_are_told_apart_by_their_top_level_name() -> None:
