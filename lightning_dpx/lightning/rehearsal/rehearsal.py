@@ -74,6 +74,7 @@ class Rehearsal:
         self._whole = WholeRun(self._step, self._rows)
         self._sliced = SlicedRun(self._step, self._rows)
         self._looks_again = False
+        self._most_seen = 0  # rows of one look
         self._plans_memory: bool = strategy.plans_memory
         self.needs_equal_slices: bool = False
         self.least_rows: int = 0
@@ -284,7 +285,7 @@ class Rehearsal:
         self._rows.skipped = 0.0
         # The slices of the run, as a few more rows in the first one would not be those.
         sizes = self._rows.real_sizes
-        if sum(sizes) <= outcome.comparison.rows:
+        if sum(sizes) <= self._most_seen:
             return outcome
         try:
             with overridden(self, _looks_again=True):
@@ -358,6 +359,7 @@ class Rehearsal:
     def _on_rows(self, factor: int) -> Outcome:
         """What is found on a few rows; on the whole batch, where the step does not run on a few."""
         sizes = self._rows.unequal_sizes(factor)
+        self._most_seen = max(self._most_seen, sum(sizes))
         try:
             whole = self._observe_whole(sum(sizes))
         except (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
