@@ -4,6 +4,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -126,77 +127,100 @@ def profile_slice(
         NoLossError: there is nothing to plan from yet.
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
-
     noted = trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE)
-    place = device or batch_slice.replica.device
+    profiler = _SliceProfiler(
+        replicas=replicas,
+        batch_slice=batch_slice,
+        run=run,
+        device=device or batch_slice.replica.device,
+        accumulates=accumulates,
+        parts=parts,
+        by_forward=by_forward,
+    )
     with noted, TRIAL_GARBAGE.freed():
-        return _profile_slice(replicas, batch_slice, run, place, accumulates, parts, by_forward)
+        return profiler.profile()
 
 
-def _profile_slice(
-    replicas: ReplicaSet,
-    batch_slice: BatchSlice,
-    run: Step,
-    device: torch.device,
-    accumulates: bool,
-    parts: int,
-    by_forward: bool,
-) -> Profile:
-    def on_rows(batch: Any, rows: int) -> Profile:
-        shadow = _shadow_of(replicas, batch_slice)
-        end = _EndOfSlice(replicas, shadow, parts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SliceProfiler:
+    """Profiles a step on a slice: the arguments of :func:`profile_slice`."""
+
+    replicas: ReplicaSet
+    batch_slice: BatchSlice
+    run: Step
+    device: torch.device
+    accumulates: bool
+    parts: int
+    by_forward: bool
+
+    def profile(self) -> Profile:
+        """The step on all rows, or if need be from steps on fewer.
+
+        Raises:
+            PlanError: it cannot be had from either.
+        """
+        try:
+            return self._on_rows(self.batch_slice.batch, self.batch_slice.num_rows)
+        # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
+        free_garbage()  # a shadow module and its gradients are in reference cycles
+        return self._from_fewer_rows()
+
+    def _on_rows(self, batch: Any, rows: int) -> Profile:
+        shadow = _shadow_of(self.replicas, self.batch_slice)
+        end = _EndOfSlice(self.replicas, shadow, self.parts)
         # The real step must draw what it would have drawn without a profile.
-        with preserve_rng_state(replicas.devices, [replicas.root.module]), _Backwards(shadow) as backwards:
+        with preserve_rng_state(self.replicas.devices, [self.replicas.root.module]), _Backwards(shadow) as backwards:
             profile = profile_step(
                 shadow,
-                lambda: end.loss(run(shadow, batch, rows)),
-                device,
-                costs=_costs_of(device, rows, batch_slice.num_rows),
-                accumulates=accumulates,
+                lambda: end.loss(self.run(shadow, batch, rows)),
+                self.device,
+                costs=_costs_of(self.device, rows, self.batch_slice.num_rows),
+                accumulates=self.accumulates,
             )
         runs_none = profile.peak and not profile.requests and not backwards.have_run
-        if runs_none and not shadow.automatic_optimization and not by_forward:
+        if runs_none and not shadow.automatic_optimization and not self.by_forward:
             raise NoBackwardError(_NO_BACKWARD)
         return profile
 
-    try:
-        return on_rows(batch_slice.batch, batch_slice.num_rows)
-    # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
-    except torch.OutOfMemoryError as error:
-        traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-    free_garbage()  # a shadow module and its gradients are in reference cycles
-    # A line needs two profiles, on two rows at the least: batch norm does not train on one.
-    if batch_slice.num_rows < _FEWEST_ROWS:
-        raise PlanError(
-            f"A step on {batch_slice.num_rows} rows does not fit on {batch_slice.replica.device} without a plan, "
-            "and fewer rows to extrapolate from there are not. "
-            "Plan it without running it (dpx.search_plan with device) and give plan."
-        )
-    count = batch_slice.num_rows
-    while count >= _FEWEST_ROWS:
-        count //= 4
-        # Two sizes, as parameters and what libraries keep do not grow with the rows.
-        rows = max(2, count // 2), max(4, count)
-        try:
-            few, more = (on_rows(_first_rows(replicas, batch_slice, n), n) for n in rows)
-        # Rows are cut off by the slicer, which may not have been needed before: one
-        # replica takes batches whole.
-        except UncuttableBatch as error:
+    def _from_fewer_rows(self) -> Profile:
+        """The line through steps on two numbers of rows, the most that fit.
+
+        Raises:
+            PlanError: too few rows fit, or the batch cannot be cut.
+        """
+        all_rows = self.batch_slice.num_rows
+        home = self.batch_slice.replica.device
+        # A line needs two profiles, on two rows at the least: batch norm does not train on one.
+        if all_rows < _FEWEST_ROWS:
             raise PlanError(
-                f"The step does not fit on {batch_slice.replica.device} without a plan, and fewer rows to extrapolate "
-                f"from cannot be had. {error} Or plan the step without running it (dpx.search_plan with device) and "
-                "give plan."
-            ) from error
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)
-        else:
-            return extrapolate(few, more, rows, batch_slice.num_rows)
-        free_garbage()
-    raise PlanError(
-        f"Not even {rows[1]} of {batch_slice.num_rows} rows fit on {batch_slice.replica.device} without a plan, "
-        "beside what is there already. Use a smaller batch, or plan the step without running it (dpx.search_plan with "
-        "device) and give plan."
-    )
+                f"A step on {all_rows} rows does not fit on {home} without a plan, and fewer rows to extrapolate from "
+                "there are not. Plan it without running it (dpx.search_plan with device) and give plan."
+            )
+        count = all_rows
+        while count >= _FEWEST_ROWS:
+            count //= 4
+            # Two sizes, as parameters and what libraries keep do not grow with the rows.
+            rows = max(2, count // 2), max(4, count)
+            try:
+                few, more = (self._on_rows(_first_rows(self.replicas, self.batch_slice, n), n) for n in rows)
+            # Rows are cut off by the slicer, which may not have been needed before: one
+            # replica takes batches whole.
+            except UncuttableBatch as error:
+                raise PlanError(
+                    f"The step does not fit on {home} without a plan, and fewer rows to extrapolate from cannot be "
+                    f"had. {error} Or plan the step without running it (dpx.search_plan with device) and give plan."
+                ) from error
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)
+            else:
+                return extrapolate(few, more, rows, all_rows)
+            free_garbage()
+        raise PlanError(
+            f"Not even {rows[1]} of {all_rows} rows fit on {home} without a plan, beside what is there already. Use a "
+            "smaller batch, or plan the step without running it (dpx.search_plan with device) and give plan."
+        )
 
 
 def _costs_of(device: torch.device, rows: int, all_rows: int) -> CostModel:

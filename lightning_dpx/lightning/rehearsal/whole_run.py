@@ -2,7 +2,7 @@
 
 import copy
 import traceback
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -133,27 +133,21 @@ class WholeRun:
             stack.enter_context(step.guest.run(shadow, other_draws=other_draws or other_first))
             stack.callback(replicas.close)
             stack.callback(forget_gradients, list(shadow.parameters()))  # also where the step raises
-            # Each begins without the gradients of the one before, or with
-            # some where a real step would.
             start = _Start(shadow, optimizers.get("_optimizers", ())) if same_weights else None
             for number in range(num_steps):
                 if other_first and number == 1:
                     step.guest.draw_as_other_runs(shadow)
                 if start is not None and number:
                     start.put_back()
+                # Each begins without the gradients of the one before, or with some where a real step
+                # would.
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())
                 with made_metrics.watching():
                     self._observe_step(shadow, replicas, num_rows, seen, watched)
             metrics = made_metrics.held_by([shadow], list(replicas.metrics.named))
-        made = [name for name, _ in shadow.named_parameters() if name not in known]
-        if made:
-            raise PartsAppear(
-                f"The step makes parameters in it: {', '.join(made)}.", "Make them before fit, or in configure_model."
-            )
-        if metrics:
-            raise PartsAppear(*why_whole(metrics))
+        _check_parts(shadow, known, metrics)
         step.adopt_precision()
         step.changes_settings |= step.guest.changed_settings and not step.by_hand
         step.changes_settings |= bool(step.guest.switched)
@@ -230,6 +224,26 @@ class WholeRun:
             output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
         writes.let_go(batch_slice, others_follow=False)
         return output
+
+
+def _check_parts(shadow: torch.nn.Module, known: Container[str], metrics: Sequence[str]) -> None:
+    """Refuses a step that makes parameters, or metrics.
+
+    Args:
+        shadow: The module after the step.
+        known: Names of the parameters that were there before.
+        metrics: Paths of those that the step has made.
+
+    Raises:
+        PartsAppear: it does.
+    """
+    made = [name for name, _ in shadow.named_parameters() if name not in known]
+    if made:
+        raise PartsAppear(
+            f"The step makes parameters in it: {', '.join(made)}.", "Make them before fit, or in configure_model."
+        )
+    if metrics:
+        raise PartsAppear(*why_whole(metrics))
 
 
 @torch.no_grad()
