@@ -103,12 +103,14 @@ class WalkOptions:
         only_own: Nothing behind objects whose class is of an installed package, or in large containers: other threads
             may be at work there.
         most: So many objects are looked at, the nearest ones first.
+        sharding: Also to what ``fully_shard`` keeps of a module.
     """
 
     follow_code: bool = True
     copies: bool = False
     only_own: bool = False
     most: int = MOST_OBJECTS
+    sharding: bool = True
 
     @property
     def most_copied(self) -> int:
@@ -169,8 +171,7 @@ class ObjectWalk:
             if key in _TRAINERS:
                 if value is not None:
                     self._stop(f"{name} belongs to a trainer")
-            # What fully_shard keeps of a module is looked after by its hooks.
-            elif key not in OF_EVERY_MODULE and not key.startswith(COMPOSABLE_STATE):
+            elif key not in OF_EVERY_MODULE and (self._options.sharding or not key.startswith(COMPOSABLE_STATE)):
                 self._waiting.append((f"{name}.{key}", value))
 
     def _add_class(self, kind: type) -> None:

@@ -221,7 +221,7 @@ def _watched(step: _Step) -> Profile:
     """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
     names = CallNames(step.module)
     try:
-        if names.is_distributed and not step.costs.times_steps:
+        if names.is_distributed and step.costs.agree is not None and not step.costs.times_steps:
             # The first time an operator meets distributed tensors, torch runs it on fakes to find what its
             # parts will be. In a step on fakes these would count, as if they were operators of the step.
             _watched_by(names, step)
