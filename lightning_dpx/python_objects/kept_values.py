@@ -10,7 +10,7 @@ import functools
 import types
 from typing import Any
 
-from lightning_dpx.python_objects.object_contents import slot_contents, slots_of
+from lightning_dpx.python_objects.object_contents import slot_contents
 from lightning_dpx.python_objects.object_graph import content_of
 from lightning_dpx.python_objects.own_attributes import own_attributes
 
@@ -35,31 +35,6 @@ def kept_values(value: Any) -> dict[str, Any] | None:
         if own is None and not found:
             return None
     return {**found, **(own or {})}
-
-
-def put_value(owner: Any, name: str, value: Any) -> None:
-    """An object keeps ``value`` under this name from here on, past what its class does when that is set.
-
-    Args:
-        owner: An object, a class or a function; nothing happens to one that keeps nothing by name.
-        name: As :func:`kept_values` has it.
-        value: What it keeps there.
-    """
-    function = owner.__func__ if isinstance(owner, types.MethodType) else owner
-    if isinstance(function, types.FunctionType) and name in function.__code__.co_freevars:
-        cells = function.__closure__ or ()
-        cells[function.__code__.co_freevars.index(name)].cell_contents = value
-        return
-    if isinstance(owner, type):
-        type.__setattr__(owner, name, value)
-        return
-    for slot in slots_of(owner):
-        if slot.__name__ == name:
-            slot.__set__(owner, value)
-            return
-    own = own_attributes(function)
-    if own is not None:
-        own[name] = value
 
 
 def _kept_in_c(value: Any) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -30,7 +29,7 @@ _MOST_NEAR = 2_000  # objects behind callbacks and data sets: what steps write t
 _DEEPEST_NOTE = 4
 _MOST_PARTS = 64  # of one data set that are data sets
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Tensor)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 _MISSING = object()
 
 
@@ -120,10 +119,6 @@ class _Named:
     def value(self) -> Any:
         space = vars(self._space) if isinstance(self._space, type) else self._space
         return space.get(self._key, _MISSING)
-
-    @property
-    def place(self) -> tuple[Any, str]:
-        return self._space, self._key
 
     def restore(self) -> None:
         # By identity: equality of foreign values may be slow, or no bool.
@@ -216,7 +211,6 @@ class Surroundings:
     """
 
     def __init__(self, trainer: Any, module: nn.Module) -> None:
-        self._trainer = trainer
         self._objects = _objects_of(trainer, module)
         self._attributes = [Attributes(owner) for owner in self._objects.values()]
         self._notes = _Notes(trainer)
@@ -245,22 +239,6 @@ class Surroundings:
         for path, named in self._named.items():
             if named.value is not _MISSING:
                 yield path, named.value
-
-    def place_of(self, path: str) -> tuple[Any, str]:
-        """What holds the value of this path, as :meth:`values` has it, and its name there; ``None`` if nothing does.
-
-        Args:
-            path: Of a value that there is, or that a step makes.
-        """
-        named = self._named.get(path)
-        if named is not None:
-            return named.place
-        # An object's own attribute may not be there yet, so it is found by the path of the object.
-        # The longest path first: a data set may hold another one.
-        for prefix in sorted(self._objects, key=len, reverse=True):
-            if path.startswith(f"{prefix}."):
-                return self._objects[prefix], path.removeprefix(f"{prefix}.")
-        return (self._trainer, path.removeprefix("trainer.")) if path.startswith("trainer.") else (None, "")
 
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:

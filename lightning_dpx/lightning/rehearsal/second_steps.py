@@ -20,7 +20,6 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRu
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES, SETTING
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
-from lightning_dpx.lightning.rehearsal.counts import Count
 from lightning_dpx.lightning.rehearsal.outcome import (
     NotRehearsed,
     PartsAppear,
@@ -122,12 +121,12 @@ class SecondSteps:
         if isinstance(after, int):
             short_of_it = int(math.copysign(1, short_of_it))
         # A shadow begins with what the module has, so this is what it is ahead of that.
-        self._step.ahead = [(Count(path=path), after - before - short_of_it)]
+        self._step.ahead = {path: after - before - short_of_it}
         try:
             whole = self._whole_run.observe(sum(self._sizes))
             again, _ = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
         finally:
-            self._step.ahead = ()
+            self._step.ahead = {}
         return Rule(kind="added") not in again.attributes.numbers.fitting.get(path, ())
 
     def _compared_but_for_roundings(

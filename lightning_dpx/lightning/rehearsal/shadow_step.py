@@ -1,7 +1,7 @@
 """A step on a shadow of the user's module: how the strategy runs it there, and what is seen of it."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from itertools import chain
@@ -30,7 +30,6 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     python_state,
     state_outside,
 )
-from lightning_dpx.lightning.rehearsal.counts import Count, Length, begin_further
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
 from lightning_dpx.lightning.rehearsal.shadow import (
     Guest,
@@ -79,7 +78,7 @@ class ShadowStep:
         changes_settings: Whether a run as one device has changed settings of optimizers, or of the process.
         saves_on_host: Whether what backward needs waits on the host from here on.
         trains_norms: Whether these run as in the step; else in eval mode, so that the rest can be compared.
-        ahead: Counts of shadows that begin further on than the module's, each with the number of units.
+        ahead: By how much counts of shadows begin further on than the module's, by path.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -95,7 +94,7 @@ class ShadowStep:
         self.guest: Guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
         self.trains_norms = False
-        self.ahead: Sequence[tuple[Count | Length, float]] = ()
+        self.ahead: dict[str, float] = {}
         self.changes_settings = False
         self.saves_on_host = False
         self.tolerance: Tolerance = _tolerance_of(strategy, module, call)
@@ -126,7 +125,10 @@ class ShadowStep:
         if self.trains_norms:
             for name in self.norms:
                 shadow.get_submodule(name).training = True
-        begin_further(self.ahead, shadow, self.guest.surroundings)
+        for path, number in self.ahead.items():
+            owner, _, name = path.rpartition(".")
+            holder = shadow.get_submodule(owner)
+            setattr(holder, name, getattr(holder, name, 0) + number)  # a first step may make it
         return shadow
 
     def replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:

@@ -97,9 +97,9 @@ class SliceCheck:
             second.refuse_use(judge, comparison, self._whole, unstable)
         elif not unstable - rounding and self._needs_second_steps(judge, comparison):
             second.compare(judge, comparison, self._whole, rounds=bool(rounding))
-        if not self._is_look:
+        if not self._is_look and not unstable:
             counts = CountsInUse(self._step, self._whole_run, self._sliced_run, self._sizes)
-            counts.refuse(judge, self._whole, comparison.subjects(), unstable)
+            counts.refuse(judge, self._whole, comparison.subjects())
         return Outcome(
             comparison=comparison,
             judge=judge,

@@ -158,7 +158,7 @@ class _Freezer:
         return self._named(kept.items(), depth)
 
     def _named(self, pairs: Iterable[tuple[Any, Any]], depth: int) -> dict[str, Any]:
-        return {name_of(key, place): self.frozen(item, depth) for place, (key, item) in enumerate(pairs)}
+        return {_name_of(key, place): self.frozen(item, depth) for place, (key, item) in enumerate(pairs)}
 
     def _items(self, value: Any, depth: int) -> Any:
         """What a container holds; its size where that is very much."""
@@ -177,7 +177,7 @@ class _Freezer:
         return None
 
 
-def name_of(key: Any, place: int) -> str:
+def _name_of(key: Any, place: int) -> str:
     """The name of a key; of an object that has none of its own, where it stands, as copies have other addresses."""
     # What modules and tensors call themselves is long, and the same for several of them.
     if not isinstance(key, torch.Tensor | torch.nn.Module):
