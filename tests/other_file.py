@@ -9,7 +9,6 @@ from typing import Any
 from torchmetrics import MeanSquaredError
 
 RATES: dict[Any, float] = {}
-SEEN = {"rows": 0}
 GENERATOR = random.Random(0)
 ERROR = MeanSquaredError(squared=False)
 
@@ -17,12 +16,6 @@ ERROR = MeanSquaredError(squared=False)
 def rate(part: Any) -> float:
     """What is kept of a part."""
     return RATES.get(part, 1.0)
-
-
-def count(rows: int) -> int:
-    """Adds rows to those that were seen."""
-    SEEN["rows"] += rows
-    return SEEN["rows"]
 
 
 def draw() -> float:

@@ -252,7 +252,8 @@ class Session(Run):
     def follow_made_metrics(self, name: str, made: MetricsAppear) -> None:
         """A step on slices has made metrics: it runs again, whole, and the next look has replicas share them."""
         self.metric_watch.note_repeat()
-        self.whole_batches.give_next_whole(name, made.reason, made.advice)
+        reason = f"{made.reason} They had begun it: what it draws, and counts outside of the module, they did as well."
+        self.whole_batches.give_next_whole(name, reason, made.advice)
 
     def cut_slices(self, micro_batches: Sequence[int], *, training: bool = True) -> bool:
         """From now on steps in this mode have their slices cut into so many micro-batches, one number for each device.

@@ -30,8 +30,8 @@ _BY_IDENTITY = frozenset({"id", "data_ptr"})  # what code says that looks someth
 _BEFORE_STEPS = frozenset({"__init__", "configure_optimizers", "configure_model", "setup", "on_fit_start"})
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakSet)
 # Ids in texts, as keys of what is saved as a file are; no smaller numbers, which names have in them.
-_DECIMAL = re.compile(r"\d{7,}")
-_HEXADECIMAL = re.compile(r"[0-9a-fA-F]{7,}")
+_DECIMAL = re.compile(r"(?<!\d)\d{7,20}(?!\d)")
+_HEXADECIMAL = re.compile(r"(?<![0-9a-fA-F])[0-9a-fA-F]{7,16}(?![0-9a-fA-F])")
 _LEAVES = (type, types.ModuleType, torch.Tensor, nn.Module, str, bytes, int, float, type(None))
 
 

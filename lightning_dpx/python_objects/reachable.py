@@ -263,7 +263,9 @@ def places_of_code(module: nn.Module) -> list[Place]:
             names = names_in(owner.__code__)
             # Of an imported file only what the function names, not all that is in it.
             for space in _namespaces_of(owner, names, packages):
-                for name in names.keys() & space.keys():
+                for name in names:  # in their order, as a set has another one in each process
+                    if name not in space:
+                        continue
                     found[id(space), name] = name, space, name
                     if isinstance(space[name], type | types.FunctionType):
                         waiting.append(space[name])

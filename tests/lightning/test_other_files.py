@@ -61,17 +61,6 @@ class KeyedByItsText(Model):
         return float(ELSEWHERE.RATES.get(f"{id(self.net.weight)}_rate", 1.0))
 
 
-class Counts(Model):
-    def factor(self, batch: Any) -> float:
-        return 1.0 + ELSEWHERE.count(len(batch[0])) // 30
-
-
-class CountsItself(Model):
-    def factor(self, batch: Any) -> float:
-        ELSEWHERE.SEEN["rows"] += len(batch[0])
-        return 1.0 + ELSEWHERE.SEEN["rows"] // 30
-
-
 class Draws(Model):
     def factor(self, batch: Any) -> float:
         return 1.0 + float(ELSEWHERE.draw())
@@ -86,9 +75,8 @@ class Measures(Model):
 @pytest.mark.parametrize(("options", "devices"), [({"execution": "inline"}, 2), ({"execution": "threads"}, 3)])
 @pytest.mark.parametrize(
     ("kind", "is_whole"),
-    [(KeyedByAPart, True), (KeyedByItsText, True), (Counts, True), (CountsItself, True), (Draws, False),
-     (Measures, False)],
-)  # fmt: skip
+    [(KeyedByAPart, True), (KeyedByItsText, True), (Draws, False), (Measures, False)],
+)
 def test_what_is_kept_in_another_file_is_that_of_one_device(
     kind: type[Model], is_whole: bool, options: Any, devices: int
 ) -> None:
@@ -111,4 +99,4 @@ def fitted(kind: type[Model], devices: int = 0, **options: Any) -> tuple[list[fl
     said = "\n".join(str(one.message) for one in caught if "dpx: " in str(one.message))
     weights = [number for weight in model.parameters() for number in weight.double().flatten().tolist()]
     logged = [float(value) for value in trainer.callback_metrics.values()]
-    return [*weights, *logged, float(ELSEWHERE.SEEN["rows"]), float(ELSEWHERE.ERROR.total), ELSEWHERE.draw()], said
+    return [*weights, *logged, float(ELSEWHERE.ERROR.total), ELSEWHERE.draw()], said

@@ -176,3 +176,20 @@ def test_objects_in_globals_may_look_up() -> None:
     REGISTRY.rates[f"{id(module.layer)}_rate"] = 2.0
     assert registries(module) == ["REGISTRY.rates"]
     REGISTRY.rates.clear()
+
+
+class OfBits(nn.Module):
+    """Kept by texts of very many digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.known = {"1" * 5000: 1.0}
+
+    def training_step(self, batch: Any) -> Any:
+        return self.layer(batch) * self.known.get(str(id(batch)), 1.0)
+
+
+def test_a_text_of_thousands_of_digits_is_no_id() -> None:
+    module = OfBits()
+    assert identity_registries(module, vars(module).items()) == []

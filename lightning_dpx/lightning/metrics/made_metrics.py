@@ -38,7 +38,7 @@ class MadeMetrics:
     """The metrics that are made while it watches."""
 
     def __init__(self) -> None:
-        self._made: list[weakref.ref[Metric]] = []
+        self._made: dict[int, weakref.ref[Metric]] = {}  # by id, as long as they live
 
     def __bool__(self) -> bool:
         """Whether any have been."""
@@ -70,7 +70,8 @@ class MadeMetrics:
 
     def note(self, metric: Metric) -> None:
         """A metric has been made."""
-        self._made.append(weakref.ref(metric))
+        key = id(metric)
+        self._made[key] = weakref.ref(metric, lambda _: self._made.pop(key, None))
 
     def held_by(self, modules: Sequence[nn.Module], known: Sequence[str]) -> list[str]:
         """The paths of those that modules lead to.
@@ -80,7 +81,7 @@ class MadeMetrics:
             known: Paths of metrics that were there before: what these make for themselves is theirs.
         """
         # A metric is in circles with its own methods, so one that the step has dropped may be alive as well.
-        alive = {id(metric) for reference in self._made if (metric := reference()) is not None}
+        alive = {key for key, reference in list(self._made.items()) if reference() is not None}
         if not alive:
             return []
         # A tracker, say, makes one in each call of its own.
@@ -94,7 +95,7 @@ class MadeMetrics:
 
     def reset(self, modules: Sequence[nn.Module]) -> None:
         """Those that are left, though the step will run again, have seen nothing yet."""
-        alive = {id(metric) for reference in self._made if (metric := reference()) is not None}
+        alive = {key for key, reference in list(self._made.items()) if reference() is not None}
         for module in modules:
             for _, metric in reachable(module, KINDS):
                 if id(metric) in alive:

@@ -202,7 +202,8 @@ class Search:
         # Equal everywhere fits a mean, an extreme, and "first" alike, so it decides nothing.
         constant = all(difference(target, value, self.tolerance) == 0 for value in values)
         if best.kind != "join" and constant:
-            return self._constant(target, path, fitting)
+            # A number of Python is a setting, and no mean over rows that happen to be alike.
+            return self._constant(target, path, fitting, may_be_mean=isinstance(whole, torch.Tensor))
         has_many = target.numel() > _BY_CHANCE
         is_sure = best.kind == "join" or len(fitting) == 1 or has_many
         if best.kind in ("max", "min", "first", "last") and not has_many:
@@ -229,7 +230,7 @@ class Search:
             errors[Rule(kind=kind)] = difference(target, reduced, self.tolerance, terms=terms)
         return errors
 
-    def _constant(self, target: torch.Tensor, path: str, fitting: list[Rule]) -> Finding:
+    def _constant(self, target: torch.Tensor, path: str, fitting: list[Rule], *, may_be_mean: bool) -> Finding:
         """The finding for a value that is the same everywhere: a mean, unless all is zero."""
         if not bool(target.bool().any()):  # a count of what these rows have none of, a mean, or a constant
             return Finding(path=path, rules=(Rule(kind="by type"), *fitting), is_sure=False)
@@ -238,7 +239,7 @@ class Search:
         floating = target.is_floating_point() or target.is_complex()
         equal = Rule(kind="mean") if floating and any(rule.kind == "mean" for rule in fitting) else Rule(kind="equal")
         others = [rule for rule in fitting if rule != equal]
-        return Finding(path=path, rules=(equal, *others), is_constant=floating)
+        return Finding(path=path, rules=(equal, *others), is_constant=floating and may_be_mean)
 
     def _kinds(self) -> list[Kind]:
         kinds = [kind for kind in _OF_NUMBERS if kind != "loss mean" or self.weights.differ]

@@ -85,7 +85,8 @@ _ADDRESS = " at 0x"  # in the text of an object that has no other
 _LONGEST = 10_000  # items of a container beyond which only their number is compared
 _DEEPEST = 6
 _FEW = 2**16  # elements of a tensor outside of the module that is compared
-_MOST_OUTSIDE = 20_000  # values under one name there
+_MOST_OUTSIDE = 20_000  # values there, shared by all names
+_FEWEST_OUTSIDE = 500  # values under one name
 
 
 def python_state(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -105,8 +106,13 @@ def state_outside(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     Args:
         named: Values by path.
     """
-    # The prefix keeps globals apart from attributes of the same name.
-    return {f"{OUTSIDE}{path}": _OutsideFreezer().frozen(value, _DEEPEST) for path, value in named}
+    values = list(named)
+    most = max(_FEWEST_OUTSIDE, _MOST_OUTSIDE // max(1, len(values)))
+    found: dict[str, Any] = {}
+    for path, value in values:
+        # The prefix keeps globals apart from attributes of the same name.
+        found[f"{OUTSIDE}{path}"] = _OutsideFreezer(most).frozen(value, _DEEPEST)
+    return found
 
 
 class _Freezer:
@@ -193,9 +199,9 @@ class _OutsideFreezer(_Freezer):
     What one step appends or counts is seen all the same: a container that was cut short still has its length.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
-        self._left = _MOST_OUTSIDE
+        self._left = most
 
     def frozen(self, value: Any, depth: int) -> Any:
         """What ``value`` holds, through so many containers and objects."""
