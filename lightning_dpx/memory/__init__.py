@@ -33,14 +33,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.memory.shapes import SharedPlan, complete_plan, plan_shapes
-from lightning_dpx.memory.sharding import (
-    as_taken_by,
-    plan_of_first_rank,
-    planned_together,
-    profile_unsharded,
-    sharded_units,
-    unwrapped,
-)
+from lightning_dpx.memory.sharding import as_taken_by, plan_of_first_rank, profile_unsharded, sharded_units, unwrapped
 from lightning_dpx.memory.tracing.allocator_account import HostAccount
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 
@@ -72,7 +65,6 @@ __all__ = [
     "in_micro_batches",
     "plan_in_micro_batches",
     "plan_of_first_rank",
-    "planned_together",
     "plan_profile",
     "plan_shapes",
     "planned",

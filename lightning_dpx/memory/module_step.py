@@ -13,11 +13,10 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.flat_units import unwrapped
 from lightning_dpx.memory.execute.sharded_units import sharded_units
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
-from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
 from lightning_dpx.memory.profile.profiler import Run, profile_step
-from lightning_dpx.memory.sharding import agreement_of, profile_unsharded
+from lightning_dpx.memory.sharding import profile_unsharded
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import tree_leaves
 
@@ -46,9 +45,7 @@ def profile_module(
         )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
-    home = device_of(module, batch)
-    costs = CostModel(home, agree=agreement_of(module))
-    return profile_step(module, loss_of(module, *batch), home, costs=costs, accumulates=accumulates)
+    return profile_step(module, loss_of(module, *batch), device_of(module, batch), accumulates=accumulates)
 
 
 def loss_of(module: nn.Module, *batch: Any) -> Run:

@@ -40,7 +40,7 @@ from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.memory.profile.abstract import first_rows
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.sharding import agreement_of, plan_of_first_rank, planned_together
+from lightning_dpx.memory.sharding import plan_of_first_rank
 from lightning_dpx.progress import shown
 from lightning_dpx.units import parse_bytes, parse_share
 
@@ -72,9 +72,8 @@ def search_plan(
     as what it was before, on the device where it is; all processes of the default group call this, each with rows of
     the same shapes, and all get the plan of the first. The budget is that of one process. Gathered parameters and
     gradients come on top. A module whose step talks to other processes, as tensor-parallel layers do, is profiled by
-    all of them at once, too. Where each process of the default group has a part of the parameters, all follow the plan
-    of the first, and replay calls in which they meet; else each gets a plan of its own, in which nothing is recomputed
-    that would need the others.
+    all of them at once, too; each process gets a plan of its own, in which nothing is recomputed that would need the
+    others.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
@@ -129,16 +128,13 @@ def search_plan(
     if is_sharded and device is None:
         # Asked before its parameters are whole, and nowhere.
         device = device_of(module, batch)
-    # Of a sharded module the first process makes the plan of all.
-    agree = None if is_sharded else agreement_of(module)
-    # What one process finds there, another may not, and all must profile or none.
-    cache = PlanCache(False if is_sharded or agree is not None else plan_cache, _LOG.warning)
+    cache = PlanCache(False if is_sharded else plan_cache, _LOG.warning)
     with (
         shown("planning memory", enabled=progress),
         unwrapped(module) as whole,
         _without_gradients(whole) if accumulates is False else nullcontext(),
     ):
-        search = _Search(module, whole, batch, chosen, device, cache, agree)
+        search = _Search(module, whole, batch, chosen, device, cache)
         if is_sharded:
             return plan_of_first_rank(lambda: search.plan(budget, micro_batches, accumulates=bool(accumulates)))
         return search.plan(budget, micro_batches, accumulates=bool(accumulates))
@@ -154,7 +150,6 @@ class _Search:
         planner: Who decides.
         device: What is planned for on fake tensors; ``None`` where steps run, and are timed.
         cache: Of profiles and plans.
-        agree: Whether something holds in all processes; ``None`` where they do not plan together.
     """
 
     def __init__(
@@ -165,7 +160,6 @@ class _Search:
         planner: Planner,
         device: torch.device | str | None,
         cache: PlanCache,
-        agree: Callable[[bool], bool] | None,
     ) -> None:
         self._module = module
         self._whole = whole
@@ -173,7 +167,6 @@ class _Search:
         self._planner = planner
         self._device = device
         self._cache = cache
-        self._agree = agree
 
     def plan(
         self, budget: int | float | str | None, micro_batches: MicroBatchNumber, *, accumulates: bool
@@ -208,13 +201,9 @@ class _Search:
         return key_of_step(self._module, inputs, device_of(self._module, inputs), *others)
 
     def _plan_of(self, profile: Profile, allowed: int | None, choose: Choose = _said_to_be_fastest) -> MemoryPlan:
-        def plan_of(profile: Profile) -> MemoryPlan:
-            plan, found = found_or_planned(self._cache, self._whole, profile, allowed, self._planner, choose=choose)
-            if found:
-                _LOG.info("dpx: the memory plan was found in the cache, in %s", self._cache.path_of(found))
-            return plan
-
-        plan = planned_together(profile, plan_of, self._agree)
+        plan, found = found_or_planned(self._cache, self._whole, profile, allowed, self._planner, choose=choose)
+        if found:
+            _LOG.info("dpx: the memory plan was found in the cache, in %s", self._cache.path_of(found))
         return replace(plan, adding_peak=_adding_peak(profile, plan))
 
 

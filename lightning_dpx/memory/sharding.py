@@ -31,19 +31,15 @@ from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.sharded_units import sharded_units as sharded_units
 from lightning_dpx.memory.execute.unit_casts import UnitCasts, is_cast
 from lightning_dpx.memory.execute.unit_casts import as_taken_by as as_taken_by
-from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
-from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, reason_of, target_of
-from lightning_dpx.memory.profile.data import Profile, SavedCall
+from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import NO_ANSWER, fake_device_for
 from lightning_dpx.memory.profile.profiler import Run
-from lightning_dpx.memory.tracing.communication import has_other_processes
 from lightning_dpx.torch_compat import (
     apply_to_tensors,
     forward_hooks_of,
     forward_pre_hooks_of,
     gathered_parameters,
-    on_distributed_tensors,
     parameters_of,
     precision_policy_of,
 )
@@ -117,8 +113,6 @@ def profile_unsharded(
                 here=fake_device_for(target),
                 few=lambda: first_rows(batch),
                 accumulates=accumulates,
-                # One process profiles for all, which follow its plan.
-                agree=bool,
             )
             return replace(profile, units=inner_units(module))
     except PlanError as error:
@@ -134,68 +128,6 @@ def profile_unsharded(
                 f"branches on tensors (what is logged can stay a tensor); or {way_out}."
             ) from error
         raise PlanError(f"{error} A sharded module is planned on fake tensors; {way_out}.") from error
-
-
-def agreement_of(module: nn.Module) -> Callable[[bool], bool] | None:
-    """Asks all processes whether something holds in each, as they do at the same time; ``None`` if not all are here.
-
-    They are where each has a part of the parameters, as of tensor-parallel layers: no step runs without all of them.
-    """
-    if not has_other_processes():
-        return None
-    for parameter in module.parameters():
-        mesh = None
-        if on_distributed_tensors((type(parameter),)):
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        if mesh is not None and mesh.size() == dist.get_world_size():
-            return _holds_everywhere
-    return None
-
-
-def _holds_everywhere(here: bool) -> bool:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, here)
-    return all(answers)
-
-
-def planned_together(
-    profile: Profile, make: Callable[[Profile], MemoryPlan], agree: Callable[[bool], bool] | None
-) -> MemoryPlan:
-    """The plan that ``make`` makes for a step in which processes meet: that of the first, where all can follow it.
-
-    Where none of the calls that can be replayed talks to others, each process has a plan of its own. So it has where
-    the first one's plan takes more than its budget in another: then such calls are not replayed.
-
-    Args:
-        profile: Of the step in this process.
-        make: Plans a profile.
-        agree: Whether something holds in all processes.
-
-    Raises:
-        BudgetError: the budget cannot be met.
-    """
-    if agree is None or not any(call.talks for call in profile.calls):
-        return make(profile)
-    plan = plan_of_first_rank(partial(make, profile))
-    fits = plan.budget is None or forecast_plan(profile, plan).peak <= plan.budget
-    if agree(fits):
-        return plan
-    return make(without_meetings(profile))
-
-
-def without_meetings(profile: Profile) -> Profile:
-    """The profile with no call replayed in which processes meet."""
-    numbers = {-1: -1}  # of calls before and after; those that are left out count as the call round them
-    calls = list[SavedCall]()
-    for number, call in enumerate(profile.calls):  # outer ones first
-        around = numbers[call.parent]
-        if call.talks:
-            numbers[number] = around
-        else:
-            numbers[number] = len(calls)
-            calls.append(replace(call, parent=around))
-    holds = tuple(replace(hold, call=numbers[hold.call]) for hold in profile.holds)
-    return replace(profile, calls=tuple(calls), holds=holds)
 
 
 def plan_of_first_rank(make: Callable[[], _T]) -> _T:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,14 +44,12 @@ from lightning_dpx.memory import (
     make_planner,
     plan_of_first_rank,
     planned,
-    planned_together,
     profile_step,
     profile_unsharded,
     remove_plan,
     sharded_units,
     unwrapped,
 )
-from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
 
@@ -69,7 +66,7 @@ class ActivationPlanner(Callback):
     A module that FSDPStrategy shards, or of which ``fully_shard`` has spread parts (in ``configure_model``, with
     ModelParallelStrategy), is planned on fake tensors as what it was before; all processes follow the plan of the
     first. Gathered parameters come on top of the budget, which is that of one process. Tensor-parallel layers are
-    profiled as they are, in all processes at once; calls in which these meet are replayed by all of them.
+    planned as they are, in each process.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1, or ``"60%"``) of what they need
@@ -222,13 +219,11 @@ class ActivationPlanner(Callback):
             seen = SeenStep((profile,), (1,))
             if not self._shapes.hold(batch) or self._other_steps.found_in([seen]):
                 now = None if applied is None else applied.plan
-                make = partial(self._planned, module, now)
                 if sharded_units(module):
-                    plan = plan_of_first_rank(partial(make, profile))
+                    plan = self.plan = plan_of_first_rank(lambda: self._planned(module, profile, now))
+                    self.profile = self.profile or profile
                 else:
-                    plan = planned_together(profile, make, self._agree(trainer))
-                self.plan = plan
-                self.profile = self.profile or profile
+                    plan = self._planned(module, profile, now)
                 self._trained.are_planned_for()
                 self._other_steps.plan_for([seen])
                 self._shapes.add(batch)
@@ -300,15 +295,10 @@ class ActivationPlanner(Callback):
             step,
             replica.device,
             context=trainer.precision_plugin.train_step_context,
-            costs=CostModel(replica.device, agree=self._agree(trainer)),
             accumulates=keeps_gradients(trainer),
         )
 
-    def _agree(self, trainer: Trainer) -> Callable[[bool], bool]:
-        """Asks all processes whether something holds in each of them."""
-        return partial(trainer.strategy.reduce_boolean_decision, all=True)
-
-    def _planned(self, module: LightningModule, now: MemoryPlan | None, latest: Profile) -> MemoryPlan:
+    def _planned(self, module: LightningModule, latest: Profile, now: MemoryPlan | None) -> MemoryPlan:
         profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)
         largest = max(profiles, key=lambda profile: profile.peak)
         # A fraction is one of the largest step so far, and so grows along with the batches.

@@ -18,14 +18,7 @@ import torch
 
 from lightning_dpx.memory.execute.recipes import VIEWS
 from lightning_dpx.memory.execute.values import refuse
-from lightning_dpx.torch_compat import (
-    FakeTensor,
-    disable_current_modes,
-    key_of,
-    on_distributed_tensors,
-    output_metadata,
-    version_counter,
-)
+from lightning_dpx.torch_compat import FakeTensor, key_of, on_distributed_tensors, output_metadata, version_counter
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -66,8 +59,7 @@ class DistributedValue:
         self._stride = tensor.stride()
         self._version = version_counter(tensor)
         self._counter = tensor.detach()  # shares the version, and shall not hold the part
-        with disable_current_modes():  # no operator of the step, which something may be watching
-            nothing = torch.empty(0, dtype=tensor.dtype)
+        nothing = torch.empty(0, dtype=tensor.dtype)
         for name, value in self._consists_of.items():
             if isinstance(value, torch.Tensor):
                 setattr(self._counter, name, nothing)
@@ -107,14 +99,6 @@ def part_of(tensor: Any) -> torch.Tensor | None:
     return parts[0].detach()
 
 
-def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this process has of a distributed tensor, once it has arrived; any other tensor as it is."""
-    if not on_distributed_tensors((type(tensor),)):
-        return tensor
-    part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return part
-
-
 def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, int], Any]) -> Origin | None:
     """Where ``part`` of a distributed tensor comes from; ``None`` if it cannot be told.
 
@@ -135,9 +119,7 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
         known = made_by(node, output) if is_plain else None
         identity = None if known is None else known.identity
         if identity is not None and identity.storage == key_of(part.untyped_storage()):
-            with disable_current_modes():  # likewise
-                base = part.as_strided(identity.size, identity.stride, identity.offset)
-            return Origin(base, node, output)
+            return Origin(part.as_strided(identity.size, identity.stride, identity.offset), node, output)
         name = node.name()
         if name != _FROM_LOCAL and name not in VIEWS and name not in _RESHAPES:
             break
@@ -152,5 +134,4 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
     like = output_metadata(node)[output]
     if like.dtype != part.dtype or torch.Size(like.shape).numel() != part.numel():
         return None
-    with disable_current_modes():
-        return Origin(part.view(torch.Size(like.shape)), node, output)
+    return Origin(part.view(torch.Size(like.shape)), node, output)

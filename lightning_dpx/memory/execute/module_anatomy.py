@@ -21,8 +21,6 @@ from lightning_dpx.python_objects.same_values import SameValues
 from lightning_dpx.torch_compat import (
     forward_hooks_of,
     forward_pre_hooks_of,
-    is_layout_hook,
-    is_traceable_wrapper_subclass,
     parameters_of,
     submodules_of,
     version_counter,
@@ -54,9 +52,7 @@ class Anatomy:
         self.obstacle: str = _obstacle_in(self.parts)
         # The walk over objects is long.
         walked = [] if self.obstacle else self.parts
-        # What fully_shard keeps of a unit is written by its hooks alone, and a call is made again
-        # without them. Where no processes meet in a unit, its values are made again one by one.
-        self.state: ObjectState = ObjectState(walked, sharding=not _are_distributed(walked))
+        self.state: ObjectState = ObjectState(walked)
         self.obstacle = self.obstacle or self.state.obstacle
         inside = list[dict[Any, Any]]()
         hooks = list[dict[Any, Any]]()
@@ -183,21 +179,10 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if number == 0 and is_sharding_hook(hook):
                 continue  # its own parameters are there in its backward, and it is called without hooks
-            if number and is_layout_hook(hook):
-                continue  # it is called again with its module
             # A hook is an object of ours or one of its methods.
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
     return ""
-
-
-def _are_distributed(parts: Collection[nn.Module]) -> bool:
-    """Whether processes have parts of the parameters, also while these are gathered."""
-    for part in parts:
-        held = parameters_of(part).values()
-        if any(map(is_traceable_wrapper_subclass, held)):
-            return True
-    return False
 
 
 def _is_parameter(entry: torch.Tensor | None) -> bool:

@@ -33,7 +33,6 @@ def profile_absent(
     here: torch.device,
     few: Callable[[], tuple[int, Cut]],
     accumulates: bool = False,
-    agree: Callable[[bool], bool] | None = None,
 ) -> Profile:
     """A step of ``module`` on ``batch`` as it would be on ``target``; with times from rates, see roofline.py.
 
@@ -48,7 +47,6 @@ def profile_absent(
         here: Where the fakes are: on ``target``, or the host.
         few: Asked if fakes cannot: the number of rows of ``batch``, and what gives its first rows, as many as wanted.
         accumulates: As :func:`profile_step` takes it.
-        agree: Whether something holds in all processes, if they follow one plan; see :class:`CostModel`.
 
     Raises:
         PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
@@ -56,7 +54,6 @@ def profile_absent(
 
     def on_fakes(numbers: bool) -> Profile:
         with faked(module, batch, target, here, numbers=numbers) as (inputs, costs):
-            costs.agree = agree
             return profile_step(
                 module,
                 step(inputs),

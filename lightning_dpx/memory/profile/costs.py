@@ -59,24 +59,14 @@ class CostModel:
         times_steps: Whether steps are timed as they are, and not by the trace.
         hides_copies: Whether the device computes while tensors are copied to the host's memory or back.
         offloads: Whether what is planned for is a device that can leave tensors in the host's memory.
-        agree: Whether something holds in all processes, which are asked at the same time; ``None`` where they are not,
-            so that no call is replayed in which they meet.
     """
 
     basis: str = ""
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
     is_sure_at_once: bool = False
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        watches_room: bool = True,
-        part: tuple[int, int] | None = None,
-        agree: Callable[[bool], bool] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, watches_room: bool = True, part: tuple[int, int] | None = None) -> None:
         self.device = device
-        self.agree: Callable[[bool], bool] | None = agree
         self._part = part
         self._watches_room = watches_room and is_host(device)
         self._account = account_of(device)

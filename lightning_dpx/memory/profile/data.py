@@ -102,7 +102,6 @@ class SavedCall:
         given: Storages of the profile that it takes.
         given_beside: What it takes and is not saved: bytes, and the event at which they would go.
         state: Bytes of the states of random generators that are kept for it.
-        talks: Whether it talks to other processes, so that all of them must replay it, or none.
     """
 
     name: str
@@ -118,7 +117,6 @@ class SavedCall:
     given: tuple[int, ...]
     given_beside: tuple[tuple[int, int], ...]
     state: int
-    talks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import torch
 
 from lightning_dpx.devices import HostFullError
 from lightning_dpx.memory.execute.calls import Call
-from lightning_dpx.memory.execute.distributed_tensors import part_here
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.memory.execute.replays import Replay
@@ -60,13 +59,7 @@ class WatchedReplay:
 
 
 class TriesReplays(Protocol):
-    """A cost model, as far as this file knows it.
-
-    Attributes:
-        agree: Whether something holds in all processes, if they can be asked; see :class:`CostModel`.
-    """
-
-    agree: Callable[[bool], bool] | None
+    """A cost model, as far as this file knows it."""
 
     def timed_replay(self, replay: Replay) -> TimedReplay:
         """Makes a call again, and measures how long that takes."""
@@ -129,7 +122,6 @@ class _Noted:
         end: Event.
         count: Tensors that are saved in it.
         random: The state of the generators when the last of them was saved.
-        talks: Whether it talks to other processes.
     """
 
     call: Call
@@ -141,7 +133,6 @@ class _Noted:
     end: int = -1
     count: int = 0
     random: int | None = None
-    talks: bool = False
     seconds: float = 0.0
     most: int = 0
     again: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by storage: bytes, numbers of tensors
@@ -242,10 +233,10 @@ class NotedCalls:
                 # is tried.
                 noted.given[at] = weakref.ref(value)
 
-    def packed(self, elements: int, held: Any, hold: int, name: str) -> None:
-        """Autograd saves a tensor of so many elements, and holds ``held`` for it."""
+    def packed(self, tensor: torch.Tensor, held: Any, hold: int, name: str) -> None:
+        """Autograd saves a tensor, and holds ``held`` for it."""
         number = len(self._buckets)
-        self._buckets.append((weakref.ref(held), elements))
+        self._buckets.append((weakref.ref(held), tensor.numel()))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
             # A call that is made again ends with the last tensor that it saved, and the generators
@@ -360,29 +351,20 @@ class NotedCalls:
 
         # Calls of one kind take the same memory: the first of them is watched, and the others are
         # only timed and compared.
-        is_right = True
         if like is None:
             watched = costs.watched_replay(replay())
-            noted.talks = watched.trace.communicates
-            # In a backward the other processes would not answer, unless all replay the call.
-            if noted.talks and costs.agree is None:
-                return False
+            if watched.trace.communicates:
+                return False  # in a backward the other processes would not answer
             self._watch(noted, watched)
             # Both times: what gives other numbers every second time would be right the next.
-            is_right = self._are_right(noted, watched.found, costs)
-            # One that talks is made again as often in all processes, whatever it gives here.
-            if not (is_right or noted.talks):
+            if not self._are_right(noted, watched.found, costs):
                 return False
         else:
-            noted.talks = like.talks
             noted.most = like.most
             noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
         trial = costs.timed_replay(replay())
         noted.seconds = trial.seconds
-        is_right = is_right and self._are_right(noted, trial.found, costs)
-        if noted.talks and costs.agree is not None:
-            return costs.agree(is_right)
-        return is_right
+        return self._are_right(noted, trial.found, costs)
 
     def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], costs: TriesReplays) -> bool:
         """Whether these are what the call saved; of bytes, some may be what a library keeps and never writes."""
@@ -390,7 +372,6 @@ class NotedCalls:
             original = _tensor_of(held)
             if original is None or again is None or again.dtype == torch.uint8:
                 continue
-            again, original = part_here(again), part_here(original)
             if again.shape != original.shape or again.dtype != original.dtype or not costs.is_same(again, original):
                 return False
         return True
@@ -482,7 +463,6 @@ class NotedCalls:
                     given=given,
                     given_beside=beside,
                     state=noted.call.draws.num_bytes,
-                    talks=noted.talks,
                 )
             )
         return tuple(calls)

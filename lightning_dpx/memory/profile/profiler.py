@@ -220,23 +220,8 @@ def _with_planned_steps(
 def _watched(step: _Step) -> Profile:
     """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
     names = CallNames(step.module)
-    try:
-        if names.is_distributed and step.costs.agree is not None and not step.costs.times_steps:
-            # The first time an operator meets distributed tensors, torch runs it on fakes to find what its
-            # parts will be. In a step on fakes these would count, as if they were operators of the step.
-            _watched_by(names, step)
-        return _watched_by(names, step)
-    finally:
-        names.listener = None
-        names.remove()
-
-
-def _watched_by(names: CallNames, step: _Step) -> Profile:
-    """The step operator by operator, its calls told by ``names``."""
-    costs = step.costs
     counts = CallCounts()
-    names.listener = None
-    names.again = {}
+    costs = step.costs
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
         at("watching a forward")
@@ -262,6 +247,8 @@ def _watched_by(names: CallNames, step: _Step) -> Profile:
             return _full_step(step, names, lifetimes, counts)
     finally:
         counts.remove()
+        names.listener = None
+        names.remove()
 
 
 class FreshForward:

@@ -66,14 +66,7 @@ def test_copies_train_to_the_same_bits_with_a_plan_whatever_ddp_is_told(found: l
 def test_steps_in_which_processes_meet_are_planned_though_one_of_them_is_slow(found: list[dict[str, Any]]) -> None:
     """A loss over the rows of all processes, and tensor-parallel layers: all time the steps equally often."""
     for one in found:
-        assert [others[:2] for others in one["others"]] == [[True, True]] * 2
-
-
-def test_processes_that_meet_in_a_call_replay_it_together_or_not_at_all(found: list[dict[str, Any]]) -> None:
-    """Half of what tensor-parallel blocks take is met by no plan that leaves out what needs another process."""
-    first, second = found
-    assert first["others"] == second["others"]
-    assert first["others"][1][2]
+        assert one["others"] == [[True, True, False]] * 2
 
 
 def test_a_trainer_has_one_planner_whose_budget_counts(tmp_path: Path) -> None:

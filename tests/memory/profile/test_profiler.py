@@ -94,7 +94,7 @@ def test_a_part_of_the_rows_has_the_values_that_all_rows_have() -> None:
     def names(count: int, **options: Any) -> list[str]:
         part = rows[:count]
         meter = CostModel(torch.device("cpu"), **options)
-        profile = profile_step(module, lambda: module(part).sin().mean(), torch.device("cpu"), costs=meter)
+        profile = profile_step(module, lambda: module(part).sin().mean(), torch.device("cpu"), meter=meter)
         return [value.name for value in profile.values if value.name]
 
     assert names(4) != names(32)
