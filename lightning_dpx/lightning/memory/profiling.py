@@ -384,9 +384,9 @@ class _GraphWatch:
 @contextmanager
 def _only_run(shadow: Any, batch_slice: BatchSlice) -> Iterator[None]:
     """Around a step that is not timed; all that it changes is put back."""
-    meter = CostModel(batch_slice.replica.device)
+    costs = CostModel(batch_slice.replica.device)
     # The trace tells of writes to parameters, which a shadow shares with the module, before they happen.
-    with TRIAL_GARBAGE.freed(), meter.preserve_module_state(shadow), meter.trace():
+    with TRIAL_GARBAGE.freed(), costs.preserve_module_state(shadow), costs.trace():
         with torch.enable_grad():
             yield
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_dpx.devices import (
     HostRoom,
@@ -68,6 +69,7 @@ class CostModel:
     def __init__(self, device: torch.device, *, watches_room: bool = True, part: tuple[int, int] | None = None) -> None:
         self.device = device
         self._part = part
+        self._fixed_sizes: set[int] = set()  # of dims that do not grow with the rows
         self._watches_room = watches_room and is_host(device)
         self._account = account_of(device)
         self.offloads: bool = not is_host(device)
@@ -79,9 +81,20 @@ class CostModel:
         if why := hidden_on(device):
             self.basis = f"without what operators take inside: {why}"
 
+    def note_sizes(self, module: nn.Module) -> None:
+        """Notes the dims of parameters and buffers, if a part of the rows stands for all."""
+        if self._part is None:
+            return
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_lazy(tensor):
+                self._fixed_sizes.update(tensor.shape)
+
     def bytes_in_step(self, tensor: torch.Tensor) -> int:
         """Of a saved tensor in a step on all rows, as far as its dims tell: the same are to be values there."""
         if self._part is None or not tensor.dim():
+            return tensor.nbytes
+        # Statistics of channels, as batch norm saves them, are as long as what it has for each.
+        if tensor.dim() == 1 and tensor.shape[0] in self._fixed_sizes:
             return tensor.nbytes
         rows, all_rows = self._part
         # Rows come first, also where they are joined with another dim; some modules have them second.

@@ -100,6 +100,7 @@ def profile_step(
     # The garbage collector would search all that is watched, again and again, for a third of the time.
     with COLLECTOR.resting(), autocast.suspended():
         try:
+            step.costs.note_sizes(module)
             return _profiled(step, compiled)
         finally:
             step.costs.forget_reach()

@@ -93,9 +93,23 @@ def test_a_part_of_the_rows_has_the_values_that_all_rows_have() -> None:
 
     def names(count: int, **options: Any) -> list[str]:
         part = rows[:count]
-        meter = CostModel(torch.device("cpu"), **options)
-        profile = profile_step(module, lambda: module(part).sin().mean(), torch.device("cpu"), meter=meter)
+        costs = CostModel(torch.device("cpu"), **options)
+        profile = profile_step(module, lambda: module(part).sin().mean(), torch.device("cpu"), costs=costs)
         return [value.name for value in profile.values if value.name]
 
     assert names(4) != names(32)
     assert names(4, part=(4, 32)) == names(32)
+
+
+def test_statistics_of_channels_do_not_grow_with_the_rows() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 512), nn.BatchNorm1d(512))
+    rows = torch.randn(256, 16)
+
+    def names(count: int, **options: Any) -> list[str]:
+        part = rows[:count]
+        costs = CostModel(torch.device("cpu"), **options)
+        profile = profile_step(module, lambda: module(part).sin().mean(), torch.device("cpu"), costs=costs)
+        return [value.name for value in profile.values if value.name]
+
+    assert names(64, part=(64, 256)) == names(256)
