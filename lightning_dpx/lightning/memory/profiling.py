@@ -370,7 +370,7 @@ class _GraphWatch:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")):
             self._step(*args, **kwargs)
-        free_garbage()  # a graph in circles only is none that anything runs a backward of
+        free_garbage()  # a graph in reference cycles only is none that anything runs a backward of
         if any(held() is not None for held in self._saved):
             raise _GraphLeftError
 

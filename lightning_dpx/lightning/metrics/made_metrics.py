@@ -80,8 +80,7 @@ class MadeMetrics:
             modules: Those that have run the step.
             known: Paths of metrics that were there before: what these make for themselves is theirs.
         """
-        # A metric is in circles with its own methods, so one that the step has dropped may be alive as well.
-        alive = {key for key, reference in list(self._made.items()) if reference() is not None}
+        alive = self._alive()
         if not alive:
             return []
         # A tracker, say, makes one in each call of its own.
@@ -93,9 +92,14 @@ class MadeMetrics:
                     found.append(path)
         return list(dict.fromkeys(found))
 
+    def _alive(self) -> set[int]:
+        """The ids of those that are there still."""
+        # A metric is in reference cycles with its own methods, so one that the step has dropped may be among them.
+        return {key for key, reference in list(self._made.items()) if reference() is not None}
+
     def reset(self, modules: Sequence[nn.Module]) -> None:
         """Those that are left, though the step will run again, have seen nothing yet."""
-        alive = {key for key, reference in list(self._made.items()) if reference() is not None}
+        alive = self._alive()
         for module in modules:
             for _, metric in reachable(module, KINDS):
                 if id(metric) in alive:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_dpx as dpx
 from lightning_dpx.memory import Planner
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from tests.conftest import make_trainer
+from tests.conftest import StepsByHand, make_trainer
 
 ROWS = 512
 UNPLANNED = 880_000  # bytes, about, of the activations of a step on all rows
@@ -57,16 +57,8 @@ class Tower(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class ByHand(Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(StepsByHand, Tower):
+    """The same, optimized by hand."""
 
 
 class KeepsPlan(Callback):

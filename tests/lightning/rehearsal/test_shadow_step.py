@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
-from tests.conftest import SIMULATED, make_trainer
+from tests.conftest import SIMULATED, StepsByHand, make_trainer
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 TABLE = 250_000  # elements
@@ -34,16 +34,8 @@ class WithTable(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-class ByHand(WithTable):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(StepsByHand, WithTable):
+    """The same, optimized by hand."""
 
 
 class Most(Callback):
