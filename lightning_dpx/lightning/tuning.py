@@ -331,8 +331,12 @@ def _tuned(
     current = _rows_of(replicas, batch)
     profiles = StepProfiles(trainer, replicas, batch, current, settings, progress)
     few = max(1, current // 4)
-    sizes = _SizeForecasts(trainer, module, settings, profiles, (few, current), bytes_of_tensors(batch))
-    sizes.profile()
+    whole = _Line(profiles.of_slice, few, current)
+    # Micro-batches add to gradients that are there already, which takes other memory
+    # than the first.
+    part = _Line(profiles.of_part, few, current)
+    whole(current)  # before the smaller one, as libraries fill their caches with it
+    sizes = _SizeForecasts(trainer, module, settings, whole, part, bytes_of_tensors(batch))
     numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
     beside = _seconds_beside(trainer, module, batch, settings, partial(profiles.logged, few))
     loading = _seconds_of_loading(trainer, settings) / current
@@ -342,7 +346,7 @@ def _tuned(
         forecasts, seconds = sizes.of(batch_size, numbers)
         found.append(BatchSizeForecast(batch_size, forecasts, seconds, beside + loading * batch_size))
     say_why_whole(why_whole, [device.plan for one in found for device in one.devices])
-    return Tuning(tuple(found), current, sizes.basis)
+    return Tuning(tuple(found), current, whole(current).basis)
 
 
 class _SizeForecasts:
@@ -352,9 +356,9 @@ class _SizeForecasts:
         trainer: Of the run.
         module: What is trained.
         settings: The devices, and what is allowed on them.
-        profiles: Of steps.
-        rows: Of the two steps that are profiled, the smaller one first.
-        inputs: Bytes of a batch of as many rows as the larger one.
+        whole: The step in one piece, by its rows.
+        part: A micro-batch, by its rows.
+        inputs: Bytes of a batch of as many rows as the larger step that was profiled.
     """
 
     def __init__(
@@ -362,29 +366,18 @@ class _SizeForecasts:
         trainer: Trainer,
         module: LightningModule,
         settings: Settings,
-        profiles: StepProfiles,
-        rows: tuple[int, int],
+        whole: _Line,
+        part: _Line,
         inputs: int,
     ) -> None:
         self._settings = settings
-        self._rows = rows
+        self._whole = whole
+        self._part = part
         self._inputs = inputs
-        self._whole = _Line(profiles.of_slice, *rows)
-        # Micro-batches add to gradients that are there already, which takes other memory
-        # than the first.
-        self._part = _Line(profiles.of_part, *rows)
         self._plan = partial(plan_step, module, settings)
-        self._beside = partial(beside_micro_batches, trainer, module)
-        self._lasting = partial(lasting_bytes, trainer, module, settings)
-
-    def profile(self) -> None:
-        """Profiles the larger step before the smaller one, as libraries fill their caches with it."""
-        self._whole(self._rows[1])
-
-    @property
-    def basis(self) -> str:
-        """Where times come from."""
-        return self._whole(self._rows[1]).basis
+        self._beside = beside_micro_batches(trainer, module)
+        self._lasting = lasting_bytes(trainer, module, settings)
+        self._workload = parse_workload(settings.workload, len(settings.devices))
 
     def of(self, batch_size: int, numbers: Sequence[Number]) -> tuple[tuple[DeviceForecast, ...], float]:
         """A step of ``batch_size`` rows: the forecasts of all devices that get any, and the seconds that it takes.
@@ -396,13 +389,13 @@ class _SizeForecasts:
         settings = self._settings
         forecasts = []
         busy = dict[torch.device, float]()
-        slices = split_sizes(batch_size, parse_workload(settings.workload, len(settings.devices)))
-        for device, rows, held, number in zip(settings.devices, slices, self._lasting(), numbers, strict=True):
+        slices = split_sizes(batch_size, self._workload)
+        for device, rows, held, number in zip(settings.devices, slices, self._lasting, numbers, strict=True):
             # A small batch may leave a device without rows: it computes nothing and holds no plan.
             if not rows:
                 continue
             # A batch stays on its device for the whole step, beside what the step itself keeps.
-            held["inputs"] = self._inputs * rows // self._rows[1]
+            static = {**held, "inputs": self._inputs * rows // self._whole.more}
             planner = DevicePlanner(
                 rows,
                 number,
@@ -410,9 +403,9 @@ class _SizeForecasts:
                 self._part,
                 self._plan,
                 seconds_each=seconds_of_a_micro_batch(device),
-                beside=self._beside(),
+                beside=self._beside,
             )
-            forecast = forecast_device(device, rows, held, planner, settings)
+            forecast = forecast_device(device, rows, static, planner, settings)
             forecasts.append(forecast)
             # Replicas on one device take turns, so their times add up.
             busy[device] = busy.get(device, 0.0) + self._seconds(rows, forecast.plan)
