@@ -50,7 +50,7 @@ HEADS = (
     "batch size", "precision", "rows", "micro-batches", "recomputed", "extra time", "peak", "budget", "samples/s",
     "measured", "",
 )  # fmt: skip
-_MEASURED = 3  # of the fastest
+_MEASURED = 3  # of the best
 _STEPS = 16  # of a measured run
 _WARM_UP = 6  # of them: the first ones plan, rehearse and fill caches
 
@@ -87,7 +87,7 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     tune.add_argument(
         "--measure", action="store_true",
-        help=f"train the {_MEASURED} fastest for {_STEPS} steps each, on the devices of the config",
+        help=f"train the {_MEASURED} best for {_STEPS} steps each, on the devices of the config",
     )  # fmt: skip
     tune.add_argument(
         "--save", type=Path, metavar="FILE", help="write the best as a config, for `dpx fit --config FILE`"

@@ -1,6 +1,7 @@
 """Which batch size is fastest and fits: one step is profiled, and every batch size is predicted from it.
 
     first batch --a quarter and all of its rows--> two profiles --lines through them--> the step on any rows
+    on the host: a step on more rows, beside them --> by how much larger steps are slower
     an empty step --> the loop and the optimizer; a few batches --> the loading of a row
         for every batch size, for every device: static bytes + inputs + plan within the budget --> peak, seconds
             --> samples per second --> the smallest batch size that is about as fast as the fastest that fits
@@ -18,9 +19,10 @@ import torch
 
 from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import is_host, named_devices
-from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.errors import ConfigurationError, PlanError, describe_error
 from lightning_dpx.lightning.empty_step import EmptyRun, seconds_of_empty_step, seconds_of_loading
-from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer
+from lightning_dpx.lightning.larger_steps import Slowdown, larger_batch, rows_worth_timing
+from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer, rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, Number, micro_batches_of, say_why_whole
 from lightning_dpx.lightning.memory.dry_run import (
@@ -115,22 +117,19 @@ class Tuning:
     @property
     def best(self) -> BatchSizeForecast | None:
         """The smallest batch size that is about as fast (within 2%) as the fastest; ``None`` where none fits."""
-        most = max(one.samples_per_second for one in self.batch_sizes)
-        return next(
-            (one for one in self.batch_sizes if one.fits and one.samples_per_second >= _ABOUT_AS_FAST * most), None
-        )
+        return _best_of(self.batch_sizes)
 
     def fastest(self, count: int) -> list[BatchSizeForecast]:
-        """At most ``count`` forecasts that fit, the best one first, then by samples per second."""
-        best = self.best
-        others = sorted(
-            (one for one in self.batch_sizes if one.fits and one is not best),
-            key=lambda one: one.samples_per_second,
-            reverse=True,
-        )
-        if best is None:
-            return []
-        return [best, *others][:count]
+        """At most ``count`` forecasts that fit: the best one, then what would be the best without it, and so on."""
+        left = list(self.batch_sizes)
+        found: list[BatchSizeForecast] = []
+        while len(found) < count:
+            best = _best_of(left)
+            if best is None:
+                break
+            found.append(best)
+            left.remove(best)
+        return found
 
     def __str__(self) -> str:
         """A line for each batch size."""
@@ -158,6 +157,15 @@ class Tuning:
                 marked = number
         heads = ("batch size", "samples/s", "peak", "on")
         return html_table(self.basis or "predicted from one step", heads, rows, marked=marked)
+
+
+def _best_of(forecasts: Sequence[BatchSizeForecast]) -> BatchSizeForecast | None:
+    """The first, by growing batch size, that is about as fast as the fastest; ``None`` where none fits."""
+    most = max((one.samples_per_second for one in forecasts), default=0.0)
+    for one in forecasts:
+        if one.fits and one.samples_per_second >= _ABOUT_AS_FAST * most:
+            return one
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,13 +348,38 @@ def _tuned(
     numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
     beside = _seconds_beside(trainer, module, batch, settings, partial(profiles.logged, few))
     loading = _seconds_of_loading(trainer, settings) / current
+    batch_sizes = options.sizes(current, len(settings.devices))
+    if _runs_on_host(settings):
+        most = [sizes.most_rows(batch_size) for batch_size in batch_sizes]
+        rows = rows_worth_timing(most, whole, current, loading)
+        if rows is not None:
+            sizes.slowdown = _slowdown(profiles, whole, rows, larger_batch(trainer, module, rows))
     found = []
-    for batch_size in options.sizes(current, len(settings.devices)):
+    for batch_size in batch_sizes:
         progress(f"planning batches of {batch_size}")
         forecasts, seconds = sizes.of(batch_size, numbers)
         found.append(BatchSizeForecast(batch_size, forecasts, seconds, beside + loading * batch_size))
     say_why_whole(why_whole, [device.plan for one in found for device in one.devices])
     return Tuning(tuple(found), current, whole(current).basis)
+
+
+def _slowdown(profiles: StepProfiles, whole: _Line, rows: int, batch: Any | None) -> Slowdown:
+    """How much slower a step on ``batch``, of ``rows`` rows, is than on the line ``whole``; not at all without one."""
+    if batch is None:
+        return Slowdown()
+    current = whole.more
+    try:
+        measured = profiles.on_batch(batch, rows).timed(rows)
+        # Timed again beside it: a profile may be of another day, from the cache.
+        measured /= profiles.timed(current)
+    except Exception as error:  # noqa: BLE001  whatever the step does with so many rows
+        rank_zero_warn(
+            "dpx: the time of larger batches is taken from smaller ones alone: a step on "
+            f"{rows} rows failed ({describe_error(error)})."
+        )
+        return Slowdown()
+    expected = whole(rows).step_seconds / whole(current).step_seconds
+    return Slowdown(current, rows, measured / expected)
 
 
 class _SizeForecasts:
@@ -359,6 +392,9 @@ class _SizeForecasts:
         whole: The step in one piece, by its rows.
         part: A micro-batch, by its rows.
         inputs: Bytes of a batch of as many rows as the larger step that was profiled.
+
+    Attributes:
+        slowdown: By how much larger steps are slower than those two say.
     """
 
     def __init__(
@@ -378,6 +414,11 @@ class _SizeForecasts:
         self._beside = beside_micro_batches(trainer, module)
         self._lasting = lasting_bytes(trainer, module, settings)
         self._workload = parse_workload(settings.workload, len(settings.devices))
+        self.slowdown = Slowdown()
+
+    def most_rows(self, batch_size: int) -> int:
+        """Rows of the largest slice of a batch."""
+        return max(split_sizes(batch_size, self._workload))
 
     def of(self, batch_size: int, numbers: Sequence[Number]) -> tuple[tuple[DeviceForecast, ...], float]:
         """A step of ``batch_size`` rows: the forecasts of all devices that get any, and the seconds that it takes.
@@ -415,7 +456,9 @@ class _SizeForecasts:
         """Seconds of a slice; without a plan, as a budget cannot be met, infinite: no such size is the best."""
         if plan is None:
             return float("inf")
-        return self._whole(rows).step_seconds * (1 + (plan.recompute_share or 0.0))
+        at_once = -(-rows // plan.micro_batches)
+        seconds = self._whole(rows).step_seconds * (1 + (plan.recompute_share or 0.0))
+        return seconds * self.slowdown.at(at_once)
 
 
 def _runs_on_host(settings: Settings) -> bool:

@@ -34,6 +34,7 @@ from lightning_dpx.lightning.memory.profiling import (
     profile_slice,
     run_once,
     seconds_of_slice,
+    timed_slice,
 )
 from lightning_dpx.lightning.memory.step_times import Machines, SliceOfStep, predicted_steps
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest
@@ -421,6 +422,17 @@ class StepProfiles:
         self._settings = settings
         self._progress = progress
 
+    def on_batch(self, batch: Any, num_rows: int) -> "StepProfiles":
+        """Those of the same step on another batch.
+
+        Raises:
+            PlanError: the batch has other rows than those.
+        """
+        found = self._replicas.slicer.num_rows(batch)
+        if found != num_rows:
+            raise PlanError(f"The batch has {found} rows where {num_rows} were asked for.")
+        return StepProfiles(self._trainer, self._replicas, batch, num_rows, self._settings, self._progress)
+
     def of_slice(self, rows: int) -> Profile:
         """The step on the slice of a device; on a line through two that are known, if there are two."""
         if rows not in self.slices and len(self.slices) > 1:
@@ -442,6 +454,11 @@ class StepProfiles:
         self._progress(f"timing a step on {rows} rows")
         run = _runner(self._trainer, self._trainer.lightning_module)
         return seconds_of_slice(self._replicas, self._slice(rows), run, device, rates)
+
+    def timed(self, rows: int) -> float:
+        """Seconds of forward and backward on so many rows, here."""
+        self._progress(f"timing a step on {rows} rows")
+        return timed_slice(self._replicas, self._slice(rows), _runner(self._trainer, self._trainer.lightning_module))
 
     def logged(self, rows: int) -> list[LoggedValue]:
         """What the step on so many rows logs, but for metrics, whose cost is in what they compute."""

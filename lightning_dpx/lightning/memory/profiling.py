@@ -28,7 +28,7 @@ from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
 from lightning_dpx.memory.profile.costs import CostModel
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiler import FreshForward, Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -296,6 +296,16 @@ def seconds_of_slice(
             rates,
             few=partial(_rows_and_cut, replicas, batch_slice),
         )
+
+
+def timed_slice(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> float:
+    """Seconds of forward and backward on ``batch_slice``, the least of a few; all that they change is put back."""
+    device = batch_slice.replica.device
+    with _on_shadow(replicas, batch_slice, run, device) as (shadow, step), TRIAL_GARBAGE.freed():
+        forward = FreshForward(shadow, step(batch_slice.batch), nullcontext)
+        with torch.enable_grad():
+            seconds, _ = CostModel(device).timer(shadow).least(forward, torch.Tensor.backward)
+    return seconds
 
 
 def run_once(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:

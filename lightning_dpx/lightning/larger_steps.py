@@ -1,0 +1,98 @@
+"""Steps on more rows than a loader's batches have, timed: beyond the caches of a processor every row takes longer.
+
+items of the data set --collated as by a loader with that batch size, and through the hooks of the run--> a batch
+    --a step on it, beside the line through steps on fewer rows--> by how much larger steps are slower
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dpx.devices import free_bytes
+from lightning_dpx.errors import describe_error
+from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, rank_zero_warn
+from lightning_dpx.lightning.lightning_compat import before_batch_transfer
+from lightning_dpx.memory import Profile
+
+_LONGEST_STEP = 0.5  # seconds: a longer one is beyond all caches as it is, and takes too long to be timed
+_LONGEST_LOADING = 2.0  # seconds
+_ROOM = 0.5  # of what is free: the step is there a second time, with its gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """By how much steps take longer than on the line through two steps on few rows.
+
+    Attributes:
+        start: Rows up to which steps are on the line.
+        end: Rows of the step that was timed.
+        factor: The time of that step over the one on the line.
+    """
+
+    start: int = 0
+    end: int = 1
+    factor: float = 1.0
+
+    def at(self, rows: int) -> float:
+        """The factor of a step on ``rows`` rows, which grows evenly up to the rows that were timed."""
+        if rows <= self.start:
+            return 1.0
+        share = min(1.0, (rows - self.start) / (self.end - self.start))
+        return 1.0 + share * (self.factor - 1.0)
+
+
+def rows_worth_timing(
+    candidates: Iterable[int], step: Callable[[int], Profile], current: int, seconds_of_a_row: float
+) -> int | None:
+    """The most rows above ``current`` on which a step can be timed in passing; ``None`` where there are none.
+
+    Args:
+        candidates: Numbers of rows to choose from.
+        step: The step on so many rows, as the line says.
+        current: Rows of a batch of the loader.
+        seconds_of_a_row: What loading one takes.
+    """
+    room = _ROOM * free_bytes(torch.device("cpu"))
+    for rows in sorted(candidates, reverse=True):
+        if rows <= current:
+            break
+        expected = step(rows)
+        is_short = expected.step_seconds <= _LONGEST_STEP and rows * seconds_of_a_row <= _LONGEST_LOADING
+        if is_short and expected.peak <= room:
+            return rows
+    return None
+
+
+def larger_batch(trainer: Trainer, module: LightningModule, rows: int) -> Any | None:
+    """A batch of ``rows`` rows, as the training step would get it from a loader with that batch size.
+
+    Returns:
+        ``None`` where such a batch cannot be made: of a data set that can only be gone through, of several loaders, of
+        batches that a sampler composes, of a data set with fewer rows; announced, where collating fails.
+    """
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return None
+    try:
+        if len(loader.dataset) < rows:  # type: ignore[arg-type]
+            return None
+        until = time.monotonic() + _LONGEST_LOADING
+        items = []
+        # The first ones: the order of the sampler is the run's own, and is not drawn from.
+        for index in range(rows):
+            items.append(loader.dataset[index])
+            if time.monotonic() > until:
+                return None
+        batch = trainer.precision_plugin.convert_input(loader.collate_fn(items))
+        batch = before_batch_transfer(module, batch)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    except Exception as error:  # noqa: BLE001  whatever the data set, its collating and the hooks of the run are
+        rank_zero_warn(
+            f"dpx: the time of larger batches is taken from smaller ones alone: one of {rows} rows could not be made "
+            f"({describe_error(error)})."
+        )
+        return None
