@@ -559,7 +559,9 @@ def write_report(found: DryRun, path: Path, machines: Machines | None = None) ->
     steps = []
     for one in found.forecasts:
         lasting = {kind: getattr(one, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
-        peaks = {"everything kept": one.static + one.unplanned, "planned": one.peak}
+        # Where no plan fits, the least that one would need stands in its place.
+        second = "planned" if one.fits else "the least"
+        peaks = {"everything kept": one.static + one.unplanned, second: one.needed}
         steps.append(DeviceStep(one.device, lasting, peaks, budget=one.budget))
     devices = draw_devices(steps, "Memory of a training step, predicted")
     # A picture file has room for one figure, and the devices come first.

@@ -55,7 +55,9 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
     # A logarithmic axis would name powers of 2 as powers.
     below.set_xticks(sizes, [str(size) for size in sizes])
     below.set(xlabel="batch size", ylabel="peak, MiB", ylim=(0, None))
-    above.set(ylabel="samples per second", ylim=(0, None))
+    # A tenth more than the fastest, or its mark would be cut off.
+    fastest = max(max(point.samples_per_second, point.measured) for point in points)
+    above.set(ylabel="samples per second", ylim=(0, 1.1 * fastest or None))
     above.set_title("Speed and memory by batch size")
     above.legend(frameon=False, fontsize=9)
     return figure

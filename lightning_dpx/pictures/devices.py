@@ -7,6 +7,7 @@ from typing import Any
 from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, new_figure, plain_axes
 from lightning_dpx.units import MIB
 
+_LOW = 0.15  # of the largest peak
 _BEFORE_BACKWARD = "forward"  # the phase in which there are no gradients yet
 
 
@@ -47,8 +48,9 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     # The last row of panels may have room left.
     for axes in panels[len(devices) :]:
         axes.set_visible(False)
+    top = max((peak for device in devices for peak in device.peaks.values()), default=0)
     for axes, device in zip(panels, devices, strict=False):
-        _draw_device(plain_axes(axes), device)
+        _draw_device(plain_axes(axes), device, top)
     for axes in panels[::columns]:
         axes.set_ylabel("MiB")
     figure.suptitle(title)
@@ -63,7 +65,8 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     return figure
 
 
-def _draw_device(axes: Any, device: DeviceStep) -> None:
+def _draw_device(axes: Any, device: DeviceStep, top: int) -> None:
+    """Its bars, and the lines that are not far above ``top``, the largest peak of all devices, in bytes."""
     positions = range(len(device.peaks))
     bottoms = [0.0] * len(device.peaks)
     for kind in ("parameters", "buffers", "optimizer", "gradients"):
@@ -77,7 +80,6 @@ def _draw_device(axes: Any, device: DeviceStep) -> None:
     rest = [max(0.0, peak / MIB - bottom) for peak, bottom in zip(device.peaks.values(), bottoms, strict=True)]
     label = "activations and temporary tensors, at the peak"
     axes.bar(positions, rest, bottom=bottoms, width=0.7, color=KIND_COLOURS["activations"], label=label)
-    top = max(device.peaks.values(), default=0)
     for value, colour, style, name in (
         (device.planned, PLANNED, "--", "planned peak"),
         (device.budget, LIMIT, "-", "budget"),
@@ -88,8 +90,10 @@ def _draw_device(axes: Any, device: DeviceStep) -> None:
             axes.axhline(value / MIB, color=colour, linestyle=style, linewidth=1.4, label=name)
     for position, peak in zip(positions, device.peaks.values(), strict=True):
         size = f"{peak / MIB:,.0f}" if peak >= 100 * MIB else f"{peak / MIB:.3g}"
+        # In a low bar there is no room for its size, so that stands above it.
+        offset, side = ((0, -3), "top") if peak > _LOW * top else ((0, 2), "bottom")
         axes.annotate(
-            size, (position, peak / MIB), (0, -3), textcoords="offset points", ha="center", va="top", fontsize=8
+            size, (position, peak / MIB), offset, textcoords="offset points", ha="center", va=side, fontsize=8
         )
     axes.set_xticks(list(positions), list(device.peaks), fontsize=9)
     axes.set_title(device.name, fontsize=10)

@@ -49,11 +49,14 @@ def _draw_bytes(axes: Any, profile: Profile, plan: MemoryPlan) -> None:
     axes.step(events, [size / MIB for size in unplanned], where="post", color=UNPLANNED, label="everything kept")
     axes.fill_between(events, [size / MIB for size in with_plan], step="post", color=PLANNED, alpha=0.35)
     axes.step(events, [size / MIB for size in with_plan], where="post", color=PLANNED, label="with the plan")
-    if plan.budget:
-        axes.axhline(plan.budget / MIB, color=LIMIT, linewidth=1.2, label="budget")
-    axes.set_ylabel("activations, MiB")
     # Room at the top for the two words.
-    axes.set_ylim(0, 1.12 * max(unplanned, default=1) / MIB)
+    top = 1.12 * max(unplanned, default=1)
+    if plan.budget:
+        # A budget far above the step is not in the picture, and is told all the same.
+        label = "budget" if plan.budget <= top else f"budget: {plan.budget / MIB:,.4g} MiB, above"
+        axes.axhline(plan.budget / MIB, color=LIMIT, linewidth=1.2, label=label)
+    axes.set_ylabel("activations, MiB")
+    axes.set_ylim(0, top / MIB)
     middle = profile.forward_events
     for position, text in ((middle / 2, "forward"), ((middle + len(unplanned)) / 2, "backward")):
         axes.annotate(

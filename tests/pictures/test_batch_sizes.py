@@ -16,6 +16,7 @@ def test_speeds_peaks_and_what_does_not_fit() -> None:
     assert list(drawn["predicted, bf16"].get_ydata()) == [100, 150]
     assert list(drawn["measured"].get_ydata()) == [90]
     assert list(drawn["best"].get_xdata()) == [64]
+    assert above.get_ylim()[1] > 1.05 * 150, "the mark of the fastest is within the picture"
     assert list(below.lines[0].get_ydata()) == [10, 20, 40]
     assert below.lines[1].get_ydata()[0] == 30
     shaded = [patch.get_x() for patch in above.patches if patch.get_label() == "does not fit"]

@@ -1,9 +1,11 @@
 """Bars of devices stack up to the peaks."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_dpx.pictures import draw_devices, pixels_of
-from tests.pictures.made_up import DEVICES
+from tests.pictures.made_up import DEVICES, MIB
 
 
 def test_bars_stack_up_to_the_peaks_and_the_lines_are_where_they_belong() -> None:
@@ -27,3 +29,17 @@ def test_the_legend_lies_within_the_picture_however_few_devices_there_are(number
     assert (box.x0 >= 0, box.x1 <= columns, box.y0 >= 0, box.y1 <= rows) == (True, True, True, True)
     for text in figure.legends[0].get_texts():
         assert text.get_window_extent().x1 <= columns
+
+
+def test_a_budget_is_drawn_for_all_devices_or_for_none() -> None:
+    small = replace(DEVICES[0], peaks={"forward": 20 * MIB, "backward": 30 * MIB}, budget=100 * MIB)
+    large = replace(DEVICES[1], budget=100 * MIB)
+    for devices, shown in ([small, large], True), ([small, small], False):
+        for axes in draw_devices(devices).axes:
+            assert ("budget" in {line.get_label() for line in axes.lines}) is shown
+
+
+def test_the_size_of_a_low_bar_stands_above_it() -> None:
+    device = replace(DEVICES[0], peaks={"forward": 50 * MIB, "backward": 60 * MIB, "optimizer": MIB})
+    sides = [text.get_verticalalignment() for text in draw_devices([device]).axes[0].texts]
+    assert sides == ["top", "top", "bottom"]

@@ -404,8 +404,11 @@ def fingerprint_of(module: Model) -> str:
 
 
 def format_plan(plan: MemoryPlan, most_rows: int = 24) -> str:
-    """A table for people: per module what is dropped, what that saves, and what it costs; then the peaks."""
+    """A table for people: of each module what is dropped, if anything, what that saves and costs; then the peaks."""
     rows = list(_rows(plan))
+    # A table without rows would say less than the peaks alone.
+    if not rows:
+        return summary(plan)
     shown = sorted(rows, key=lambda row: row[2], reverse=True)[:most_rows]
     names = {row[0] for row in shown}
     unit, num_bytes = _unit_of(rows)

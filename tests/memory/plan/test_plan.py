@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, fingerprint_of, from_mapping, to_mapping
+from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, fingerprint_of, format_plan, from_mapping, to_mapping
 
 DECISIONS = (
     Decision("a:0", "Tanh", 100, 0.5, "keep"),
@@ -28,6 +28,12 @@ def test_what_the_decisions_come_to() -> None:
     assert not PLAN.keeps_all
     assert replace(PLAN, decisions=DECISIONS[:1]).keeps_all
     assert [decision.module for decision in DECISIONS] == ["a", "a", "b", "c", "d", "d"]
+
+
+def test_only_what_is_dropped_has_a_table() -> None:
+    assert format_plan(PLAN).splitlines()[0].split() == ["module", "values", "saves", "KiB", "costs", "ms"]
+    (line,) = format_plan(replace(PLAN, decisions=DECISIONS[:1])).splitlines()
+    assert line.startswith("activations: peak ")
 
 
 def test_a_plan_becomes_plain_values_and_a_plan_again() -> None:
