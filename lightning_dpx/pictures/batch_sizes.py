@@ -58,6 +58,8 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
     # A tenth more than the fastest, or its mark would be cut off.
     fastest = max(max(point.samples_per_second, point.measured) for point in points)
     above.set(ylabel="samples per second", ylim=(0, 1.1 * fastest or None))
+    # As numbers that are read, and not as multiples of a power of ten.
+    above.yaxis.set_major_formatter("{x:,.0f}")
     above.set_title("Speed and memory by batch size")
     above.legend(frameon=False, fontsize=9)
     return figure
