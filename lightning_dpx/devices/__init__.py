@@ -36,6 +36,7 @@ from lightning_dpx.devices.memory import (
     capacity_of,
     free_bytes,
     free_garbage,
+    keeps_statistics,
     reset_peak_memory,
 )
 from lightning_dpx.devices.offload import OffloadedTensor
@@ -68,6 +69,7 @@ __all__ = [
     "host_random_state",
     "is_host",
     "is_modelled",
+    "keeps_statistics",
     "is_out_of_memory",
     "linked_groups",
     "modelled_rates",

@@ -23,6 +23,8 @@ def canonical_device(device: torch.device | str) -> torch.device:
         return torch.device("cpu")
     if device.index is None:
         try:
+            if is_only_of_its_type(device):
+                return torch.device(device.type, 0)
             return torch.device(device.type, torch.get_device_module(device).current_device())
         # A torch that was built without CUDA raises an AssertionError for it.
         except (AttributeError, RuntimeError, AssertionError) as error:
@@ -82,6 +84,11 @@ def _check_present(device: torch.device) -> None:
         )
 
 
+def is_only_of_its_type(device: torch.device) -> bool:
+    """Whether torch knows no second device of this type, so that its functions take none: Apple's GPU (``mps``)."""
+    return not hasattr(torch.get_device_module(device), "current_device")
+
+
 def is_host(device: torch.device) -> bool:
     """Whether ``device`` is the CPU, which has one memory and one random generator for all its replicas."""
     return device.type == "cpu"
@@ -105,8 +112,8 @@ def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Makes ``device`` current for the calling thread; nothing to do on the host."""
-    if is_host(device):
+    """Makes ``device`` current for the calling thread; nothing to do where there is no other of its type."""
+    if is_host(device) or is_only_of_its_type(device):
         return nullcontext()
     # The current device is one of the thread, so a worker has to be told.
     context: AbstractContextManager[object] = torch.get_device_module(device).device(device)

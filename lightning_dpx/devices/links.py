@@ -6,7 +6,7 @@ from itertools import combinations
 import torch
 
 from lightning_dpx.boundaries import halves
-from lightning_dpx.devices.identity import is_host
+from lightning_dpx.devices.identity import is_host, is_only_of_its_type
 
 
 def has_nccl(devices: Sequence[torch.device]) -> bool:
@@ -32,8 +32,13 @@ def default_backend(device: torch.device) -> str:
 
 def synchronize(device: torch.device) -> None:
     """Waits until ``device`` has done what was queued; the host always has."""
-    if not is_host(device):
-        torch.get_device_module(device).synchronize(device)
+    if is_host(device):
+        return
+    module = torch.get_device_module(device)
+    if is_only_of_its_type(device):
+        module.synchronize()
+    else:
+        module.synchronize(device)
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,11 +13,21 @@ from lightning_dpx.devices.memory_groups import group_memory
 from lightning_dpx.torch_compat import pynvml_handler
 
 
+def keeps_statistics(device: torch.device) -> bool:
+    """Whether an accelerator's allocator tells its peaks, and the driver what is free.
+
+    That of Apple's GPUs (``mps``) only tells what is there now, and how much this process should not go beyond.
+    """
+    return hasattr(torch.get_device_module(device), "mem_get_info")
+
+
 def free_bytes(device: torch.device) -> int:
     """What can still be allocated on ``device``, cached blocks included."""
     if is_host(device):
         return _available_bytes()
     module = torch.get_device_module(device)
+    if not keeps_statistics(device):
+        return int(module.recommended_max_memory() - module.current_allocated_memory())
     free, _ = module.mem_get_info(device)
     # The driver counts what PyTorch's allocator keeps for later as taken, and to us it is free.
     cached = module.memory_reserved(device) - module.memory_allocated(device)
@@ -40,12 +50,14 @@ class Capacity(NamedTuple):
 
 NO_LIMIT = 2**62  # bytes; simulated devices without a capacity say more
 _host_peak = 0
+_seen_peaks = dict[torch.device, int]()  # of accelerators without statistics
 
 
 def allocated_and_peak(device: torch.device) -> tuple[int, int]:
     """Bytes of this process's tensors on ``device``, and the most since the last :func:`reset_peak_memory`.
 
-    On the host, the resident memory of the process, and the most that any call has seen.
+    On the host, the resident memory of the process, and the most that any call has seen; the latter also where an
+    accelerator keeps no statistics.
     """
     global _host_peak
     if is_host(device):
@@ -54,6 +66,10 @@ def allocated_and_peak(device: torch.device) -> tuple[int, int]:
         _host_peak = max(_host_peak, resident)
         return resident, _host_peak
     module = torch.get_device_module(device)
+    if not keeps_statistics(device):
+        now = int(module.current_allocated_memory())
+        _seen_peaks[device] = max(now, _seen_peaks.get(device, 0))
+        return now, _seen_peaks[device]
     return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
 
 
@@ -68,6 +84,8 @@ def capacity_of(device: torch.device) -> Capacity:
         resident = _resident_bytes()
         return Capacity(resident, total, max(0, total - free_bytes(device) - resident))
     module = torch.get_device_module(device)
+    if not keeps_statistics(device):
+        return Capacity(int(module.driver_allocated_memory()), int(module.recommended_max_memory()), 0)
     free, total = (int(size) for size in module.mem_get_info(device))
     reserved = int(module.memory_reserved(device))
     # A simulated device without a capacity.
@@ -134,6 +152,8 @@ def reset_peak_memory(device: torch.device) -> None:
     global _host_peak
     if is_host(device):
         _host_peak = 0
+    elif not keeps_statistics(device):
+        _seen_peaks.pop(device, None)
     else:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_dpx.devices.identity import is_host
+from lightning_dpx.devices.identity import is_host, is_only_of_its_type
 
 
 def is_modelled(device: torch.device) -> bool:
@@ -78,7 +78,10 @@ class Stopwatch:
             module = torch.get_device_module(self._device)
             # An event is a mark in the queue of the device: setting it waits for nothing.
             event = module.Event(enable_timing=True)
-            event.record(module.current_stream(self._device))
+            if is_only_of_its_type(self._device):
+                event.record()
+            else:
+                event.record(module.current_stream(self._device))
             self._marks.append(event)
 
     stop = start

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_dpx.devices import allocated_and_peak, is_host, reset_peak_memory
+from lightning_dpx.devices import allocated_and_peak, is_host, keeps_statistics, reset_peak_memory
 from lightning_dpx.torch_compat import (
     DisableTorchDispatch,
     ProfilerConfig,
@@ -36,15 +36,17 @@ def account_of(device: torch.device) -> "Account":
         if HostAccount.is_there():
             return HostAccount()
         return Account()
-    if device.type != "meta":
+    if device.type != "meta" and keeps_statistics(device):
         return PeakAccount(device)
     return Account()
 
 
 def hidden_on(device: torch.device) -> str:
     """Why nothing can be told of operators on ``device`` now; empty if it can."""
-    if not is_host(device):
+    if device.type == "meta":
         return ""
+    if not is_host(device):
+        return "" if keeps_statistics(device) else f"torch tells no peaks of {device.type} devices"
     if not HostAccount.is_there():
         return "this version of torch reports no blocks of the CPU allocator"
     if _a_profiler_runs():
