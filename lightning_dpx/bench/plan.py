@@ -173,7 +173,9 @@ def compare_plans(
             compiles = partial(compiled_regions, model, compile_backend)
             limit = len(modules) + len(list(model.modules()))  # each is compiled once
         with dynamo_config().patch(recompile_limit=limit):
-            results += _compare(name, model, peers, budgets, rounds, progress, missing, compiles)
+            contest = _ModelContest(name, model, progress, missing)
+            _fill(contest, model, peers, budgets, compiles)
+            results += contest.results(rounds)
     return results
 
 
@@ -190,71 +192,112 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def _compare(
-    name: str,
+class _ModelContest:
+    """Ways of checkpointing on one model, compared with its step without any.
+
+    Args:
+        name: Of the model.
+        model: With the weights that all begin with.
+        progress: Told what happens next.
+        missing: Told which contestant is left out, and why.
+
+    Attributes:
+        peaks: Peak of activations of each that takes part, in bytes, by its mode.
+    """
+
+    def __init__(
+        self, name: str, model: Staged, progress: Callable[[str], None], missing: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._progress = partial(_told, name, progress)
+        self._missing = partial(_told, name, missing)
+        self._x = STAGED_MODELS[name].make_input(STAGED_MODELS[name].rows)
+        self._unplanned = _Contestant("none", model, partial(_running, model, run_plainly))
+        self._unplanned.step(self._x)  # warms up
+        self._contestants = [self._unplanned]
+        self.peaks: dict[str, int] = {}
+
+    def add_peers(self, peers: Sequence[_Contestant]) -> None:
+        """Those of them take part that can run the model; then all peaks are measured."""
+        for peer in peers:
+            started = time.perf_counter()
+            try:
+                peer.step(self._x)
+            # A peer that cannot run a model, as torch.compile may not, costs its own row and no more.
+            except RuntimeError as error:
+                self._missing(f"{peer.mode} cannot run this model: {error}")
+                continue
+            # Where a model is compiled, its first step is hardly anything else.
+            self._progress(f"{peer.mode} first ran in {time.perf_counter() - started:.2f} s")
+            self._contestants.append(peer)
+        self._measure_peaks(self._contestants)
+
+    def add_plans(self, make: Callable[[], nn.Module], targets: Mapping[str, float]) -> None:
+        """Copies of the model that follow plans take part.
+
+        Args:
+            make: Makes a copy.
+            targets: Bytes of activations that each is planned for, by its mode.
+        """
+        planned = list(_plans(make, targets, self._x, self._progress, self._missing))
+        # Measured and not taken from the plan, whose own figure stands beside it.
+        self._measure_peaks(planned)
+        self._contestants += planned
+
+    def results(self, rounds: int) -> list[Contest]:
+        """What each costs, from as many steps of each as there are rounds."""
+        expected = self._unplanned.gradients(self._x)
+        agreements = {one.mode: agreement(one.gradients(self._x), expected) for one in self._contestants}
+        for turn in range(rounds):
+            self._progress(f"round {turn + 1} of {rounds}")
+            for contestant in rotated(self._contestants, turn):
+                contestant.seconds.append(contestant.step(self._x))
+        return [self._result(contestant, *agreements[contestant.mode]) for contestant in self._contestants]
+
+    def _measure_peaks(self, contestants: Sequence[_Contestant]) -> None:
+        for contestant in contestants:
+            self.peaks[contestant.mode] = contestant.peak(self._x)
+
+    def _result(self, contestant: _Contestant, same_bits: bool, close: bool) -> Contest:
+        peak = self.peaks[contestant.mode]
+        unplanned_peak = self.peaks[self._unplanned.mode]
+        # Turn by turn: a machine that is slow for a while is slow for all of them.
+        ratios = [mine / plain for mine, plain in zip(contestant.seconds, self._unplanned.seconds, strict=True)]
+        predicted_share = None
+        if contestant.predicted is not None:
+            predicted_share = contestant.predicted / unplanned_peak
+        return Contest(
+            model=self._name,
+            mode=contestant.mode,
+            peak_mib=peak / MIB,
+            peak_share=peak / unplanned_peak,
+            step_ms=statistics.median(contestant.seconds) * 1e3,
+            time_ratio=statistics.median(ratios),
+            same_bits=same_bits,
+            close=close,
+            predicted_share=predicted_share,
+        )
+
+
+def _fill(
+    contest: _ModelContest,
     model: Staged,
     peers: Sequence[_Contestant],
     budgets: Sequence[float],
-    rounds: int,
-    progress: Callable[[str], None],
-    missing: Callable[[str], None],
     compiles: Callable[[], nn.Module] | None,
-) -> list[Contest]:
-    x = STAGED_MODELS[name].make_input(STAGED_MODELS[name].rows)
-    unplanned = _Contestant("none", model, partial(_running, model, run_plainly))
-    unplanned.step(x)  # warms up
-    contestants = [unplanned]
-    for peer in peers:
-        started = time.perf_counter()
-        try:
-            peer.step(x)
-        # A peer that cannot run a model, as torch.compile may not, costs its own row and no more.
-        except RuntimeError as error:
-            missing(f"{name}: {peer.mode} cannot run this model: {error}")
-            continue
-        # Where a model is compiled, its first step is hardly anything else.
-        progress(f"{name}: {peer.mode} first ran in {time.perf_counter() - started:.2f} s")
-        contestants.append(peer)
-    peaks = {contestant.mode: contestant.peak(x) for contestant in contestants}
+) -> None:
+    """All that are to take part in a contest do: peers, and a plan for each budget and for the peak of each peer."""
+    contest.add_peers(peers)
+    peaks = dict(contest.peaks)
     targets = {f"dpx {budget:.2f}": budget * peaks["none"] for budget in budgets}
     # For each peer a plan at its peak, so that only times are left to compare.
-    targets |= {f"dpx at {peer.mode}": float(peaks[peer.mode]) for peer in contestants[1:]}
-    tell = partial(_told, name, progress)
-    leave_out = partial(_told, name, missing)
-    ours = list(_plans(partial(copy.deepcopy, model), targets, x, tell, leave_out))
+    for mode, peak in peaks.items():
+        if mode != "none":
+            targets[f"dpx at {mode}"] = float(peak)
+    contest.add_plans(partial(copy.deepcopy, model), targets)
     if compiles is not None:
         rivals = [mode for mode in peaks if mode.startswith("compiled ")]
-        at_rivals = {f"compiled dpx at {mode}": float(peaks[mode]) for mode in rivals}
-        ours += _plans(compiles, at_rivals, x, tell, leave_out)
-    for contestant in ours:
-        # Measured and not taken from the plan, whose own figure stands beside it.
-        peaks[contestant.mode] = contestant.peak(x)
-    contestants += ours
-    expected = unplanned.gradients(x)
-    agreements = {contestant.mode: agreement(contestant.gradients(x), expected) for contestant in contestants}
-    for turn in range(rounds):
-        progress(f"{name}: round {turn + 1} of {rounds}")
-        for contestant in rotated(contestants, turn):
-            contestant.seconds.append(contestant.step(x))
-    results = []
-    for contestant in contestants:
-        peak = peaks[contestant.mode]
-        # Turn by turn: a machine that is slow for a while is slow for all of them.
-        ratios = [mine / plain for mine, plain in zip(contestant.seconds, unplanned.seconds, strict=True)]
-        predicted = None if contestant.predicted is None else contestant.predicted / peaks["none"]
-        results.append(
-            Contest(
-                name,
-                contestant.mode,
-                peak / MIB,
-                peak / peaks["none"],
-                statistics.median(contestant.seconds) * 1e3,
-                statistics.median(ratios),
-                *agreements[contestant.mode],
-                predicted,
-            )
-        )
-    return results
+        contest.add_plans(compiles, {f"compiled dpx at {mode}": float(peaks[mode]) for mode in rivals})
 
 
 def _told(name: str, tell: Callable[[str], None], text: str) -> None:
