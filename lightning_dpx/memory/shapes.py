@@ -58,50 +58,14 @@ def plan_shapes(
     Raises:
         BudgetError: a budget cannot be met; :attr:`BudgetError.device_index` tells on which device.
     """
-    rooms = [list(each) for each in budgets]
-    alone = dict[int, MemoryPlan]()  # by step, the plan that was made for it only
+    search = _SharedSearch(module, steps, budgets, planner)
     if now is None:
-        plans = plan_devices(module, steps[-1], rooms[-1], planner)
+        plans = search.plan_alone(len(steps) - 1)
         if len(steps) == 1:
             return SharedPlan(tuple(plans), (0,) * len(plans))
         # Plans of several devices decide alike, and differ in their figures only.
-        now = alone[len(steps) - 1] = plans[0]
-    candidates = [now]
-    least = set[int]()  # steps whose plans take as little as can be
-    for _ in range(1 + len(steps) + _ATTEMPTS):
-        judged = [(plan, _forecasts(steps, plan)) for plan in candidates]
-        plan, found = min(judged, key=partial(_rank, budgets=budgets))
-        excess = _excess(found, budgets)
-        # The step in which most is missing has a say in the plan next.
-        step = max(range(len(steps)), key=lambda index: max(excess[index]))
-        if max(excess[step]) <= 0:
-            return _with_figures(plan, steps, budgets, found)
-        if step not in alone:
-            alone[step] = plan_devices(module, steps[step], rooms[step], planner)[0]
-        elif len(least) == len(steps):  # together the least of each is too much
-            break
-        else:  # too much, beside what the others want: all give way
-            part = _LEAST
-            for more, room in zip(excess[step], budgets[step], strict=True):
-                part = max(part, more / max(1, room))
-            for index in set(range(len(steps))) - least:
-                rooms[index] = [int(room * (1 - part)) for room in rooms[index]]
-                before = alone.get(index, now)
-                alone[index], meets = _nearest(module, steps[index], rooms[index], planner, before)
-                if not meets:
-                    least.add(index)
-        # Three ways to put plans together: that of this step first of all, every value by where it
-        # is largest, and all that any of them drops. Their forecasts decide.
-        each = [alone.get(index, now) for index in range(len(steps))]
-        candidates = [_completed(alone[step], plan), _by_size(each, steps), reduce(_together, each)]
-    device_index = max(range(len(excess[step])), key=lambda index: excess[step][index])
-    raise BudgetError(
-        f"A budget of {budgets[step][device_index]} bytes for activations was not met for all shapes of batches "
-        f"together: plans that meet each take {found[step][device_index].peak}. Allow more, or use batches of more "
-        "equal shapes.",
-        found[step][device_index].peak,
-        device_index,
-    )
+        now = plans[0]
+    return search.from_plan(now)
 
 
 def complete_plan(
@@ -122,25 +86,128 @@ def complete_plan(
     return plan
 
 
-def _nearest(
-    module: nn.Module,
-    profiles: Sequence[Profile],
-    rooms: Sequence[int],
-    planner: str | Planner,
-    before: MemoryPlan,
-) -> tuple[MemoryPlan, bool]:
-    """The plan for these rooms, or for the least that can be, if that is found; and whether it meets them."""
-    reachable = list(rooms)
-    for _ in range(1 + len(profiles)):
-        try:
-            return plan_devices(module, profiles, reachable, planner)[0], reachable == rooms
-        except BudgetError as error:
-            # The device that was refused says how much it needs, and gets that; another one may be
-            # refused next.
-            if error.smallest is None:
+class _SharedSearch:
+    """Looks for one plan for all steps: turn by turn, the one in which most is missing has a say.
+
+    Args:
+        module: The module whose steps were profiled.
+        steps: S x P profiles.
+        budgets: S x P bytes of activations.
+        planner: Who decides.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        steps: Sequence[Sequence[Profile]],
+        budgets: Sequence[Sequence[int]],
+        planner: str | Planner,
+    ) -> None:
+        self._module = module
+        self._steps = steps
+        self._budgets = budgets
+        self._planner = planner
+        # What each step is planned for: its budgets, until steps have to give way to each other.
+        self._rooms = [list(each) for each in budgets]
+        self._alone: dict[int, MemoryPlan] = {}  # by step, the plan that was made for it only
+        self._least: set[int] = set()  # steps whose plans take as little as can be
+
+    def plan_alone(self, step: int) -> list[MemoryPlan]:
+        """The plans of the devices for one step only."""
+        plans = plan_devices(self._module, self._steps[step], self._rooms[step], self._planner)
+        self._alone[step] = plans[0]
+        return plans
+
+    def from_plan(self, now: MemoryPlan) -> SharedPlan:
+        """``now``, if it does for all steps; otherwise a plan that does.
+
+        Raises:
+            BudgetError: none was found.
+        """
+        candidates = [now]
+        for _ in range(1 + len(self._steps) + _ATTEMPTS):
+            plan, found = self._best(candidates)
+            excess = _excess(found, self._budgets)
+            # The step in which most is missing has a say in the plan next.
+            step = max(range(len(self._steps)), key=lambda index: max(excess[index]))
+            if max(excess[step]) <= 0:
+                return _with_figures(plan, self._steps, self._budgets, found)
+            if step not in self._alone:
+                self.plan_alone(step)
+            elif len(self._least) == len(self._steps):  # together the least of each is too much
                 break
-            reachable[error.device_index] = max(error.smallest, reachable[error.device_index])
-    return before, False
+            else:  # too much, beside what the others want: all give way
+                self._give_way(_missing_part(excess[step], self._budgets[step]), now)
+            candidates = self._put_together(step, plan, now)
+        raise _not_met(found[step], excess[step], self._budgets[step])
+
+    def _best(self, candidates: Sequence[MemoryPlan]) -> tuple[MemoryPlan, list[list[Forecast]]]:
+        """The plan that fits best, and its forecasts (S x P)."""
+        judged = [(plan, _forecasts(self._steps, plan)) for plan in candidates]
+        return min(judged, key=partial(_rank, budgets=self._budgets))
+
+    def _give_way(self, part: float, now: MemoryPlan) -> None:
+        """Plans every step that can take less for that part less of its room."""
+        for step in set(range(len(self._steps))) - self._least:
+            self._rooms[step] = [int(room * (1 - part)) for room in self._rooms[step]]
+            before = self._alone.get(step, now)
+            self._alone[step], meets = self._nearest(step, before)
+            if not meets:
+                self._least.add(step)
+
+    def _nearest(self, step: int, before: MemoryPlan) -> tuple[MemoryPlan, bool]:
+        """The plan for the rooms of a step, or for the least that can be, if that is found; and whether it meets them.
+
+        Args:
+            step: Which.
+            before: Its plan until here.
+        """
+        rooms = self._rooms[step]
+        reachable = list(rooms)
+        for _ in range(1 + len(rooms)):
+            try:
+                plans = plan_devices(self._module, self._steps[step], reachable, self._planner)
+                return plans[0], reachable == rooms
+            except BudgetError as error:
+                # The device that was refused says how much it needs, and gets that; another one may be
+                # refused next.
+                if error.smallest is None:
+                    break
+                reachable[error.device_index] = max(error.smallest, reachable[error.device_index])
+        return before, False
+
+    def _put_together(self, step: int, best: MemoryPlan, now: MemoryPlan) -> list[MemoryPlan]:
+        """Plans that are put together from those of single steps; their forecasts decide.
+
+        Args:
+            step: In which most is missing.
+            best: The plan that fits best so far.
+            now: That of steps for which none was made.
+        """
+        each = [self._alone.get(index, now) for index in range(len(self._steps))]
+        # Three ways: that of this step first of all, every value by where it is largest, and all
+        # that any of them drops.
+        return [_completed(self._alone[step], best), _by_size(each, self._steps), reduce(_together, each)]
+
+
+def _missing_part(excess: Sequence[int], budgets: Sequence[int]) -> float:
+    """The part of a step's budgets (P) by which its plans take more, on the device where that is most."""
+    part = _LEAST
+    for more, budget in zip(excess, budgets, strict=True):
+        part = max(part, more / max(1, budget))
+    return part
+
+
+def _not_met(found: Sequence[Forecast], excess: Sequence[int], budgets: Sequence[int]) -> BudgetError:
+    """The error of a step in which too much is missing on a device (P of each)."""
+    device_index = max(range(len(excess)), key=lambda index: excess[index])
+    return BudgetError(
+        f"A budget of {budgets[device_index]} bytes for activations was not met for all shapes of batches "
+        f"together: plans that meet each take {found[device_index].peak}. Allow more, or use batches of more "
+        "equal shapes.",
+        found[device_index].peak,
+        device_index,
+    )
 
 
 def _forecasts(steps: Sequence[Sequence[Profile]], plan: MemoryPlan) -> list[list[Forecast]]:
