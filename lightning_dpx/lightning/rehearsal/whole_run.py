@@ -2,7 +2,7 @@
 
 import copy
 import traceback
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -123,12 +123,9 @@ class WholeRun:
             _nudge(shadow, nudged_from)
         # Replicas of one: the step runs by the code that runs slices, so that only the cut differs.
         replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
-        seen = Observation(state_before=step.state(shadow))
-        # A step that makes a layer when it first knows its width adds names.
-        known = {name for name, _ in shadow.named_parameters()}
-        made_metrics = MadeMetrics()
+        steps = _StepsOnShadow(step, self._rows, num_rows, shadow, replicas)
         with ExitStack() as stack:
-            optimizers = step.optimizers_for(shadow, None, seen)
+            optimizers = step.optimizers_for(shadow, None, steps.seen)
             stack.enter_context(step.pointing_at(shadow, None, None, optimizers))
             stack.enter_context(step.guest.run(shadow, other_draws=other_draws or other_first))
             stack.callback(replicas.close)
@@ -144,16 +141,11 @@ class WholeRun:
                 forget_gradients(shadow.parameters())
                 if after_a_step:
                     step.leave_gradients(shadow.parameters())
-                with made_metrics.watching():
-                    self._observe_step(shadow, replicas, num_rows, seen, watched)
-            metrics = made_metrics.held_by([shadow], list(replicas.metrics.named))
-        _check_parts(shadow, known, metrics)
-        step.adopt_precision()
-        step.changes_settings |= step.guest.changed_settings and not step.by_hand
-        step.changes_settings |= bool(step.guest.switched)
-        seen.drew = step.guest.draws.drew
-        step.note_draws(seen)
-        return seen
+                steps.observe_next(watched or nullcontext())
+            steps.find_made_parts()
+        steps.check_parts()
+        self._adopt(steps.seen)
+        return steps.seen
 
     def observe_nudged(self, num_rows: int, *, num_steps: int = 1, start: int = 1) -> Observation | None:
         """What :meth:`observe` tells of a step that begins at the next larger numbers; ``None`` if it does not run.
@@ -169,18 +161,76 @@ class WholeRun:
             traceback.clear_frames(error.__traceback__)
             return None
 
-    def _observe_step(
-        self,
-        shadow: Any,
-        replicas: ShadowReplicas,
-        num_rows: int,
-        seen: Observation,
-        watched: AbstractContextManager[Any] | None,
-    ) -> None:
-        """One step of ``observe``; ``seen`` is then of this step."""
+    def _adopt(self, seen: Observation) -> None:
+        """Takes over what a run has shown of the step, for the runs after it."""
         step = self.step
+        step.adopt_precision()
+        step.changes_settings |= step.guest.changed_settings and not step.by_hand
+        step.changes_settings |= bool(step.guest.switched)
+        seen.drew = step.guest.draws.drew
+        step.note_draws(seen)
+
+
+class _StepsOnShadow:
+    """Steps of a shadow on one device, one after the other on the same rows.
+
+    Args:
+        step: On the shadow.
+        rows: Of the batch.
+        num_rows: How many of them.
+        shadow: The module.
+        replicas: The shadow alone.
+
+    Attributes:
+        seen: What the last of them has done.
+    """
+
+    def __init__(self, step: ShadowStep, rows: FewRows, num_rows: int, shadow: Any, replicas: ShadowReplicas) -> None:
+        self._step = step
+        self._rows = rows
+        self._num_rows = num_rows
+        self._shadow = shadow
+        self._replicas = replicas
+        self.seen: Observation = Observation(state_before=step.state(shadow))
+        # A step that makes a layer when it first knows its width adds names.
+        self._known = {name for name, _ in shadow.named_parameters()}
+        self._made_metrics = MadeMetrics()
+        self._metrics_left: Sequence[str] = ()
+
+    def observe_next(self, watched: AbstractContextManager[Any]) -> None:
+        """Runs one more step.
+
+        Args:
+            watched: Entered for the user's step alone.
+        """
+        with self._made_metrics.watching():
+            self._observe(watched)
+
+    def find_made_parts(self) -> None:
+        """Looks which metrics that steps have made are held by the shadow, while its replicas are there."""
+        self._metrics_left = self._made_metrics.held_by([self._shadow], list(self._replicas.metrics.named))
+
+    def check_parts(self) -> None:
+        """Refuses steps that make parameters, or metrics.
+
+        Raises:
+            PartsAppear: they do.
+        """
+        made = [name for name, _ in self._shadow.named_parameters() if name not in self._known]
+        if made:
+            raise PartsAppear(
+                f"The step makes parameters in it: {', '.join(made)}.", "Make them before fit, or in configure_model."
+            )
+        if self._metrics_left:
+            raise PartsAppear(*why_whole(self._metrics_left))
+
+    def _observe(self, watched: AbstractContextManager[Any]) -> None:
+        step = self._step
+        shadow = self._shadow
+        replicas = self._replicas
+        seen = self.seen
         # Copied for each step, which may write it in place.
-        batch_slice = BatchSlice(replicas.root, num_rows, self._rows.whole(num_rows))
+        batch_slice = BatchSlice(replicas.root, self._num_rows, self._rows.whole(self._num_rows))
         writes = step.watch_batch(batch_slice.batch)
         log = StepLog(batch_slice)
         # Looked for anew before each step, as one may make lists
@@ -191,7 +241,7 @@ class WholeRun:
         replicas.root.refresh()
         replicas.metrics.refresh(replicas.root.modules)  # the step before may have made some
         calls = recorded_calls(replicas.metrics.named)
-        with step.context(), calls as seen.metric_calls, watched or nullcontext():
+        with step.context(), calls as seen.metric_calls, watched:
             call = partial(self._call, log, writes)
             seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
         # By hand its backward lies inside of it.
@@ -214,7 +264,7 @@ class WholeRun:
 
     def _call(self, log: StepLog, writes: BatchWrites, batch_slice: BatchSlice) -> Any:
         """The user's step."""
-        step = self.step
+        step = self._step
         call = step.call
         shadow: Any = batch_slice.replica.module
         with log.recording_alone(shadow), step.session.context(shadow):
@@ -224,26 +274,6 @@ class WholeRun:
             output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
         writes.let_go(batch_slice, others_follow=False)
         return output
-
-
-def _check_parts(shadow: torch.nn.Module, known: Container[str], metrics: Sequence[str]) -> None:
-    """Refuses a step that makes parameters, or metrics.
-
-    Args:
-        shadow: The module after the step.
-        known: Names of the parameters that were there before.
-        metrics: Paths of those that the step has made.
-
-    Raises:
-        PartsAppear: it does.
-    """
-    made = [name for name, _ in shadow.named_parameters() if name not in known]
-    if made:
-        raise PartsAppear(
-            f"The step makes parameters in it: {', '.join(made)}.", "Make them before fit, or in configure_model."
-        )
-    if metrics:
-        raise PartsAppear(*why_whole(metrics))
 
 
 @torch.no_grad()
