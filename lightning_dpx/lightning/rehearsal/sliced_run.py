@@ -75,15 +75,7 @@ class SlicedRun:
             SlicesFail: it cannot be run in slices.
         """
         step = self.step
-        judge = JudgingRules(
-            whole,
-            step.tolerance,
-            decides_loss=loss_reduction == "auto" and not step.by_hand,
-            loss_reduction="sum" if loss_reduction == "sum" else "mean",
-            unstable=unstable,
-        )
-        # Every judge begins without findings, but this was decided for the whole rehearsal.
-        judge.metrics_give_slices = self.gives_slices
+        judge = self._judge(whole, loss_reduction, unstable)
         shadow = step.make_shadow()
         replicas = self._replicas_of(shadow)
         training = self._training_step(replicas)
@@ -105,10 +97,7 @@ class SlicedRun:
                 # Arguments are learned from the step that is judged;
                 # earlier ones only lead up to it.
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
-                for replica in replicas.replicas:
-                    forget_gradients(replica.module.parameters())
-                # On the owners alone, as after a real step.
-                step.leave_gradients(training.owner_parameters)
+                self._leave_gradients(replicas, training)
                 training.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
                 with step.pointing_at(shadow, session, rules, optimizers):
@@ -118,6 +107,25 @@ class SlicedRun:
         # Over all runs of a rehearsal: one that waited is enough to hold all micro-batches at once.
         self.has_waited |= replicas.has_met
         return judge, seen
+
+    def _judge(self, whole: Observation, loss_reduction: str, unstable: frozenset[str]) -> JudgingRules:
+        """Rules that find out, as they merge slices, how these give what one device did."""
+        judge = JudgingRules(
+            whole,
+            self.step.tolerance,
+            decides_loss=loss_reduction == "auto" and not self.step.by_hand,
+            loss_reduction="sum" if loss_reduction == "sum" else "mean",
+            unstable=unstable,
+        )
+        # Every judge begins without findings, but this was decided for the whole rehearsal.
+        judge.metrics_give_slices = self.gives_slices
+        return judge
+
+    def _leave_gradients(self, replicas: ReplicaSet, training: TrainingStep) -> None:
+        """Gradients are as a real step finds them: on the owners alone, and of the step before."""
+        for replica in replicas.replicas:
+            forget_gradients(replica.module.parameters())
+        self.step.leave_gradients(training.owner_parameters)
 
     def _observe_step(self, session: "Session", slices: list[BatchSlice], seen: Observation) -> None:
         """One step of ``observe``, by the rules that its training step has; ``seen`` is then of this step.
