@@ -313,6 +313,25 @@ class _Gradients:
                 yield event, num_bytes - without
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Course:
+    """Where the parts of a watched step begin and end.
+
+    Attributes:
+        forward_events: The number of events of its forward.
+        forward_operators: The number of operators of that.
+        forward_seconds: That these took.
+        asks_itself: Whether the step runs a backward of its own.
+        end: The event with which the step ends.
+    """
+
+    forward_events: int
+    forward_operators: int
+    forward_seconds: float
+    asks_itself: bool
+    end: int
+
+
 def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: CallCounts) -> Profile:
     """What a forward and its backward save, ask for and take, with everything kept.
 
@@ -327,10 +346,51 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
     hooks = ProfilingHooks(names, trace, costs, ShardedUnits(step.module))
     names.listener = hooks.calls
     gradients = _Gradients(step.module, trace)
+    course = _run_with_everything_kept(step, hooks, trace, gradients, counts)
+    end = course.end
+    if course.asks_itself:
+        hooks.found.offload_nothing()
+    requests, saves = hooks.log.requests(end)
+    # A call cannot be made again before it is over, and a replay gives each tensor once: neither
+    # will do where backwards run within the forward or ask again.
+    calls, holds = ((), ()) if course.asks_itself or saves else hooks.calls_of(end)
+    codes = () if course.asks_itself or saves else hooks.calls.compiled()
+    curve = tuple(trace.passing(gradients.allocations)[:end])
+    last_use = partial(lifetimes.last_use, num_operators=course.forward_operators)
+    return Profile(
+        values=tuple(hooks.found.values),
+        storages=tuple(_storages(hooks, trace, last_use, end)),
+        requests=tuple(requests),
+        curve=curve,
+        forward_events=course.forward_events,
+        step_seconds=trace.seconds,
+        forward_seconds=course.forward_seconds,
+        offloading_room=costs.offloading_room(),
+        hides_copies=costs.hides_copies,
+        basis=costs.basis,
+        saves=tuple(saves),
+        operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
+        calls=calls,
+        holds=holds,
+        codes=codes,
+        adding=tuple(gradients.adding(curve)),
+        called=tuple(sorted(counts.found.pop())),
+    )
+
+
+def _run_with_everything_kept(
+    step: _Step, hooks: ProfilingHooks, trace: MemoryTrace, gradients: _Gradients, counts: CallCounts
+) -> _Course:
+    """Runs the step, and tries between its forward and its backward what was saved.
+
+    Raises:
+        PlanError: the step leads to no backward.
+    """
+    device = step.costs.device
     with trace, gradients:
         with step.context(), hooks.active(), counts.active():
             result = step.run()
-        synchronize(costs.device)
+        synchronize(device)
         forward_events = trace.now
         forward_operators = len(trace.operators)
         forward_seconds = trace.seconds
@@ -345,36 +405,14 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         else:
             hooks.try_new_values()
             step.backward(result)
-        synchronize(costs.device)
-    # The graph goes with the loss: what happens from here on is not part of the step.
-    end = trace.now
-    del result
-    if asks_itself:
-        hooks.found.offload_nothing()
-    requests, saves = hooks.log.requests(end)
-    # A call cannot be made again before it is over, and a replay gives each tensor once: neither
-    # will do where backwards run within the forward or ask again.
-    calls, holds = ((), ()) if asks_itself or saves else hooks.calls_of(end)
-    codes = () if asks_itself or saves else hooks.calls.compiled()
-    curve = tuple(trace.passing(gradients.allocations)[:end])
-    return Profile(
-        values=tuple(hooks.found.values),
-        storages=tuple(_storages(hooks, trace, partial(lifetimes.last_use, num_operators=forward_operators), end)),
-        requests=tuple(requests),
-        curve=curve,
+        synchronize(device)
+    # The graph goes with the loss when this function returns: that is not part of the step any more.
+    return _Course(
         forward_events=forward_events,
-        step_seconds=trace.seconds,
+        forward_operators=forward_operators,
         forward_seconds=forward_seconds,
-        offloading_room=costs.offloading_room(),
-        hides_copies=costs.hides_copies,
-        basis=costs.basis,
-        saves=tuple(saves),
-        operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
-        calls=calls,
-        holds=holds,
-        codes=codes,
-        adding=tuple(gradients.adding(curve)),
-        called=tuple(sorted(counts.found.pop())),
+        asks_itself=asks_itself,
+        end=trace.now,
     )
 
 
