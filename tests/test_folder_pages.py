@@ -32,6 +32,14 @@ def test_every_file_that_a_docstring_or_comment_sends_to_is_there() -> None:
     assert not missing
 
 
+def test_the_drawing_of_the_package_shows_all_that_is_there() -> None:
+    drawing = (PACKAGE / "README.md").read_text().split("```")[1]
+    shown = set(re.findall(r"\b\w+(?:/|\.py\b)", drawing))
+    there = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    there |= {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert shown == there
+
+
 def test_every_entry_of_the_overview_of_memory_planning_is_there() -> None:
     overview = (PACKAGE / "memory" / "__init__.py").read_text().partition('"""')[2].partition('"""')[0]
     folder = PACKAGE / "memory"
