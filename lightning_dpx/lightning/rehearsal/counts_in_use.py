@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import some_of
+from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import compare_step, results_of, unstable_between
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.outcome import SlicesFail
-from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
-from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
-from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.replicas.merging.rules import Rule
 
 # What is added to a count until a run without an end is over. A step may well run up to its count, or make a tensor as
@@ -33,17 +31,12 @@ class CountsInUse:
     """Looks for what a step does otherwise once its counts are further on.
 
     Args:
-        step: On a shadow.
-        whole_run: The step as one device.
-        sliced_run: The step in slices.
-        sizes: Rows of each slice.
+        runs: Of the step, as one device and in slices.
     """
 
-    def __init__(self, step: ShadowStep, whole_run: WholeRun, sliced_run: SlicedRun, sizes: tuple[int, ...]) -> None:
-        self._step = step
-        self._whole_run = whole_run
-        self._sliced_run = sliced_run
-        self._sizes = sizes
+    def __init__(self, runs: BothRuns) -> None:
+        self._step = runs.step
+        self._runs = runs
         self._counts: list[str] = []
         self._added: dict[str, float] = {}
 
@@ -100,7 +93,7 @@ class CountsInUse:
         if call.name != "training_step" or not math.isfinite(num_batches):
             return _FAR
         of_few_rows = max(map(abs, self._added.values()))
-        of_batch = _MORE * of_few_rows * call.num_rows / sum(self._sizes)
+        of_batch = _MORE * of_few_rows * call.num_rows / self._runs.num_rows
         return int(min(_FAR, max(2, num_batches * of_batch)))
 
     def _changed(self, first: Observation, ahead: int) -> frozenset[str]:
@@ -113,7 +106,7 @@ class CountsInUse:
     def _observed_whole(self, ahead: int) -> Observation | None:
         self._step.ahead = {path: -ahead if added < 0 else ahead for path, added in self._added.items()}
         try:
-            return self._whole_run.observe(sum(self._sizes))
+            return self._runs.whole.observe(self._runs.num_rows)
         # Of a step that does not fit nothing is known, and no level either.
         except torch.OutOfMemoryError:
             raise
@@ -127,8 +120,8 @@ class CountsInUse:
         if whole is None:
             return ""
         # Rules are found anew: those of before hold for the old level.
-        again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
-        found = compare_step(self._step, whole, sliced, again, sizes=self._sizes)
+        again, sliced = self._runs.sliced.observe(self._runs.sizes, whole, judge.loss_reduction)
+        found = compare_step(self._step, whole, sliced, again, sizes=self._runs.sizes)
         return "" if found.subjects() <= told else found.summary()
 
 

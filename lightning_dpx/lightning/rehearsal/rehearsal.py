@@ -19,6 +19,7 @@ import torch
 
 from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
+from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, own_attributes_of
@@ -419,14 +420,8 @@ class Rehearsal:
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
         self._step.guest.real_module.note_slices()
-        check = SliceCheck(
-            self._step,
-            (self._whole, self._sliced),
-            whole,
-            sizes,
-            loss_reduction=self._loss_reduction,
-            is_look=self._looks_again,
-        )
+        runs = BothRuns(self._whole, self._sliced, sizes)
+        check = SliceCheck(runs, whole, loss_reduction=self._loss_reduction, is_look=self._looks_again)
         return check.outcome(judge, sliced)
 
     def _refuse_what_slices_cannot_do(self, whole: Observation) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from lightning_dpx.errors import SharedWriteError
+from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
     changed_again,
     compare_step,
@@ -27,9 +28,6 @@ from lightning_dpx.lightning.rehearsal.outcome import (
     in_one_line,
     writes_parameters,
 )
-from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
-from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
-from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.replicas.merging.rules import Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
@@ -48,17 +46,12 @@ class SecondSteps:
     """Runs two steps on the same rows, as one device and in slices.
 
     Args:
-        step: On a shadow.
-        whole_run: The step as one device.
-        sliced_run: The step in slices.
-        sizes: Rows of each slice.
+        runs: Of the step, as one device and in slices.
     """
 
-    def __init__(self, step: ShadowStep, whole_run: WholeRun, sliced_run: SlicedRun, sizes: tuple[int, ...]) -> None:
-        self._step = step
-        self._whole_run = whole_run
-        self._sliced_run = sliced_run
-        self._sizes = sizes
+    def __init__(self, runs: BothRuns) -> None:
+        self._step = runs.step
+        self._runs = runs
 
     def compare(self, judge: JudgingRules, out: Comparison, first: Observation, *, rounds: bool) -> None:
         """Compares second steps, and leaves only the rules that hold in both.
@@ -86,7 +79,7 @@ class SecondSteps:
         # State was compared after the first step, and what steps keep differs by design.
         whole.state = {}
         sliced.state = {}
-        second = compare_step(self._step, whole, sliced, again, sizes=self._sizes)
+        second = compare_step(self._step, whole, sliced, again, sizes=self._runs.sizes)
         if rounds and second.differences and out.kept:
             second = self._compared_but_for_roundings(judge, whole, sliced) or second
         # A kind that differs in the first step already is no news of the second.
@@ -123,8 +116,8 @@ class SecondSteps:
         # A shadow begins with what the module has, so this is what it is ahead of that.
         self._step.ahead = {path: after - before - short_of_it}
         try:
-            whole = self._whole_run.observe(sum(self._sizes))
-            again, _ = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction)
+            whole = self._runs.whole.observe(self._runs.num_rows)
+            again, _ = self._runs.sliced.observe(self._runs.sizes, whole, judge.loss_reduction)
         finally:
             self._step.ahead = {}
         return Rule(kind="added") not in again.attributes.numbers.fitting.get(path, ())
@@ -133,14 +126,14 @@ class SecondSteps:
         self, judge: JudgingRules, whole: Observation, sliced: Observation
     ) -> Comparison | None:
         """What second steps show beside what roundings decide in them; ``None`` where that is not known."""
-        nudged = self._whole_run.observe_nudged(sum(self._sizes), num_steps=2)
+        nudged = self._runs.whole.observe_nudged(self._runs.num_rows, num_steps=2)
         if nudged is None:
             return None
         grown = grown_from_roundings(whole, sliced, nudged, self._step.tolerance)
         # No rule is asked for what roundings decide, so the slices are put together anew.
-        again, sliced = self._sliced_run.observe(self._sizes, whole, judge.loss_reduction, grown, earlier=[judge])
+        again, sliced = self._runs.sliced.observe(self._runs.sizes, whole, judge.loss_reduction, grown, earlier=[judge])
         sliced.state = {}
-        return compare_step(self._step, whole, sliced, again, sizes=self._sizes, unstable=grown)
+        return compare_step(self._step, whole, sliced, again, sizes=self._runs.sizes, unstable=grown)
 
     def refuse_use(self, judge: JudgingRules, out: Comparison, first: Observation, unstable: frozenset[str]) -> None:
         """Refuses slices where a second step uses what the first one kept, and that depends on random draws.
@@ -173,13 +166,13 @@ class SecondSteps:
 
     def _is_steady(self, second: Observation) -> bool:
         """Whether two steps on one device do the same when they run once more, from the same start."""
-        again = self._whole_run.observe(sum(self._sizes), num_steps=2)
+        again = self._runs.whole.observe(self._runs.num_rows, num_steps=2)
         return not results_of(unstable_between(second, again, self._step.tolerance))
 
     def _observed_whole(self, judge: JudgingRules, out: Comparison, *, other_first: bool = False) -> Observation | None:
         """Two steps as one device; ``None`` where the second cannot be run."""
         try:
-            return self._whole_run.observe(sum(self._sizes), num_steps=2, other_first=other_first)
+            return self._runs.whole.observe(self._runs.num_rows, num_steps=2, other_first=other_first)
         except _OF_REHEARSAL:
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
@@ -195,7 +188,7 @@ class SecondSteps:
     ) -> tuple[JudgingRules, Observation] | None:
         """Two steps in slices, and the rules that hold in the second; ``None`` where there is no room for it."""
         try:
-            return self._sliced_run.observe(self._sizes, whole, judge.loss_reduction, earlier=[judge])
+            return self._runs.sliced.observe(self._runs.sizes, whole, judge.loss_reduction, earlier=[judge])
         except _OF_REHEARSAL:
             raise
         except torch.OutOfMemoryError as error:
@@ -217,10 +210,10 @@ class SecondSteps:
         # not.
         if self._step.by_hand and kept:
             # It begins with other weights, and what is computed by them is another value each time.
-            second = self._whole_run.observe(sum(self._sizes), num_steps=2, same_weights=True)
+            second = self._runs.whole.observe(self._runs.num_rows, num_steps=2, same_weights=True)
         unstable: frozenset[str] = frozenset()
         if second.drew:  # then what changes may be another draw
-            other = self._whole_run.observe(sum(self._sizes), other_draws=True)
+            other = self._runs.whole.observe(self._runs.num_rows, other_draws=True)
             unstable = unstable_between(first, other, self._step.tolerance)
         return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]
 

@@ -9,6 +9,7 @@ whole, sliced --compare--> agree --> a second step, where the first has left som
 import torch
 
 from lightning_dpx.lightning.expected_gradient import names_gradients
+from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
     compare_step,
     drew_alike,
@@ -21,9 +22,6 @@ from lightning_dpx.lightning.rehearsal.comparison.parity_report import Compariso
 from lightning_dpx.lightning.rehearsal.counts_in_use import CountsInUse
 from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
 from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
-from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
-from lightning_dpx.lightning.rehearsal.sliced_run import SlicedRun
-from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
 from lightning_dpx.replicas import drawn_once
 from lightning_dpx.replicas.merging.tolerance import difference
 
@@ -36,28 +34,16 @@ class SliceCheck:
     """Compares what slices do with what one device has done.
 
     Args:
-        step: On a shadow.
         runs: Of the step, as one device and in slices.
         whole: What one device has done.
-        sizes: Rows of each slice.
         loss_reduction: As given: "auto", "mean" or "sum".
         is_look: Whether the step was rehearsed before, on other rows.
     """
 
-    def __init__(
-        self,
-        step: ShadowStep,
-        runs: tuple[WholeRun, SlicedRun],
-        whole: Observation,
-        sizes: tuple[int, ...],
-        *,
-        loss_reduction: str,
-        is_look: bool,
-    ) -> None:
-        self._step = step
-        self._whole_run, self._sliced_run = runs
+    def __init__(self, runs: BothRuns, whole: Observation, *, loss_reduction: str, is_look: bool) -> None:
+        self._step = runs.step
+        self._runs = runs
         self._whole = whole
-        self._sizes = sizes
         self._loss_reduction = loss_reduction
         self._is_look = is_look
 
@@ -88,17 +74,17 @@ class SliceCheck:
             is_open = "loss" not in rounding and not self._step.by_hand
             reduction = self._loss_reduction if is_open else judge.loss_reduction
             # The second judge knows what is unstable, and is told of the draws that the first one has seen.
-            judge, again = self._sliced_run.observe(self._sizes, self._whole, reduction, unstable)
+            judge, again = self._runs.sliced.observe(self._runs.sizes, self._whole, reduction, unstable)
             self._note_draws(judge, sliced)
             comparison = self._compared(judge, again, unstable, rounding)
-        second = SecondSteps(self._step, self._whole_run, self._sliced_run, self._sizes)
+        second = SecondSteps(self._runs)
         # What changes from run to run cannot be compared in a second step either.
         if unstable - rounding and not self._is_look:
             second.refuse_use(judge, comparison, self._whole, unstable)
         elif not unstable - rounding and self._needs_second_steps(judge, comparison):
             second.compare(judge, comparison, self._whole, rounds=bool(rounding))
         if not self._is_look and not unstable:
-            counts = CountsInUse(self._step, self._whole_run, self._sliced_run, self._sizes)
+            counts = CountsInUse(self._runs)
             counts.refuse(judge, self._whole, comparison.subjects())
         return Outcome(
             comparison=comparison,
@@ -114,7 +100,7 @@ class SliceCheck:
         # A step by hand returns no loss that could be compared, so the new weights decide between both.
         is_open = self._step.by_hand and self._loss_reduction == "auto"
         if is_open and self._compared(judge, sliced).differences:
-            of_sum, summed = self._sliced_run.observe(self._sizes, self._whole, "sum")
+            of_sum, summed = self._runs.sliced.observe(self._runs.sizes, self._whole, "sum")
             if not self._compared(of_sum, summed).differences:
                 return of_sum, summed
         return judge, sliced
@@ -137,12 +123,12 @@ class SliceCheck:
         rounding: frozenset[str] = frozenset(),
     ) -> Comparison:
         return compare_step(
-            self._step, self._whole, sliced, judge, sizes=self._sizes, unstable=unstable, rounding=rounding
+            self._step, self._whole, sliced, judge, sizes=self._runs.sizes, unstable=unstable, rounding=rounding
         )
 
     def _magnified(self) -> dict[str, float]:
         """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""
-        nudged = self._whole_run.observe_nudged(sum(self._sizes))
+        nudged = self._runs.whole.observe_nudged(self._runs.num_rows)
         factors: dict[str, float] = {}
         if nudged is None:
             return factors
@@ -171,11 +157,11 @@ class SliceCheck:
         """Whether the step does something else where the step before has left no gradients, and only then."""
         if self._step.by_hand or not self._step.trains:
             return False
-        again = self._whole_run.observe(sum(self._sizes))
+        again = self._runs.whole.observe(self._runs.num_rows)
         # A step that two equal runs do not agree on says nothing about what gradients change.
         if unstable_between(self._whole, again, self._step.tolerance):
             return False
-        without = self._whole_run.observe(sum(self._sizes), after_a_step=False)
+        without = self._runs.whole.observe(self._runs.num_rows, after_a_step=False)
         return bool(unstable_between(self._whole, without, self._step.tolerance))
 
     def _unstable(self, sliced: Observation, comparison: Comparison) -> frozenset[str]:
@@ -184,7 +170,7 @@ class SliceCheck:
         alike = drew_alike(whole, sliced)
         # Other numbers on purpose, unless slices drew those of one device:
         # then nothing is due to draws.
-        again = self._whole_run.observe(comparison.rows, other_draws=not alike)
+        again = self._runs.whole.observe(comparison.rows, other_draws=not alike)
         unstable = unstable_between(whole, again, self._step.tolerance)
         if alike or not (whole.drew or whole.left_alone or again.left_alone):
             # No draws explain it: something outside the module goes on from run to run, and cannot be put back.
@@ -207,14 +193,14 @@ class SliceCheck:
         found = frozenset[str]()
         for start in _NUDGES:
             left = comparison.apart - unstable - found
-            nudged = self._whole_run.observe_nudged(comparison.rows, start=start) if left else None
+            nudged = self._runs.whole.observe_nudged(comparison.rows, start=start) if left else None
             if nudged is None:
                 break
             found |= grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance) & left
         if not found:
             return found
         # What a rehearsal cannot put back goes on from run to run, and would be taken for what a nudge has done.
-        again = self._whole_run.observe(comparison.rows)
+        again = self._runs.whole.observe(comparison.rows)
         return found - unstable_between(self._whole, again, self._step.tolerance)
 
     def _needs_second_steps(self, judge: JudgingRules, comparison: Comparison) -> bool:
