@@ -10,12 +10,19 @@ from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.merging.rules import MEANS, Kind
 
 
-class NotRehearsed(Exception):  # noqa: N818  the step goes on without
-    """The step cannot be rehearsed; the message says why."""
+class RehearsalEnded(Exception):  # noqa: N818  no failure of what was rehearsed
+    """Says what becomes of a rehearsal, and of the step from here on."""
 
 
-class PartsAppear(Exception):  # noqa: N818  one batch goes whole, the next one is rehearsed
-    """The step makes parameters, which replicas would draw each for itself, or metrics; the message names them."""
+class NotRehearsed(RehearsalEnded):
+    """The step cannot be rehearsed, and goes on without; the message says why."""
+
+
+class PartsAppear(RehearsalEnded):
+    """The step makes parameters, which replicas would draw each for itself, or metrics; the message names them.
+
+    One batch goes whole, and the next one is rehearsed.
+    """
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -23,8 +30,8 @@ class PartsAppear(Exception):  # noqa: N818  one batch goes whole, the next one 
         self.advice = advice
 
 
-class SlicesFail(Exception):  # noqa: N818  the stage goes on with whole batches
-    """The step runs on the whole batch, but not on its slices."""
+class SlicesFail(RehearsalEnded):
+    """The step runs on the whole batch, but not on its slices; the stage goes on with whole batches."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)

@@ -30,6 +30,7 @@ from lightning_dpx.lightning.rehearsal.outcome import (
     NotRehearsed,
     Outcome,
     PartsAppear,
+    RehearsalEnded,
     SlicesFail,
     in_one_line,
     writes_parameters,
@@ -192,7 +193,7 @@ class Rehearsal:
                 return outcome
             # A step that was refused an item may fail in any way because
             # of it, so that comes first.
-            except (NotRehearsed, SlicesFail, PartsAppear):
+            except RehearsalEnded:
                 self._check_iterators()
                 raise
             # Not a fault of the step: other processes may not rehearse at this moment.
@@ -256,7 +257,7 @@ class Rehearsal:
         if not outcome.is_sure:
             # More rows are a bonus: what the first ones have shown stands,
             # whatever becomes of these.
-            with suppress(NotRehearsed, SlicesFail, PartsAppear, torch.OutOfMemoryError):
+            with suppress(RehearsalEnded, torch.OutOfMemoryError):
                 outcome = self._refine(outcome, self._on_rows(_MORE_ROWS))
         looked_at = {self._rows.taken()}
         for part in _OTHER_PARTS:
@@ -273,7 +274,7 @@ class Rehearsal:
                 continue
             looked_at.add(self._rows.taken())
             # What else the step does, the first rows have shown; these are only asked for their rules.
-            with suppress(NotRehearsed, SlicesFail, PartsAppear), overridden(self, _looks_again=True):
+            with suppress(RehearsalEnded), overridden(self, _looks_again=True):
                 outcome = self._refine(outcome, self._on_rows(1))
         return self._beside_all_rows(outcome)
 
@@ -363,7 +364,7 @@ class Rehearsal:
         self._most_seen = max(self._most_seen, sum(sizes))
         try:
             whole = self._observe_whole(sum(sizes))
-        except (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal, torch.OutOfMemoryError):
+        except (RehearsalEnded, CollectiveInRehearsal, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
@@ -399,7 +400,7 @@ class Rehearsal:
         self._refuse_what_slices_cannot_do(whole)
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
-        except (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal):
+        except (RehearsalEnded, CollectiveInRehearsal):
             raise
         # A step by hand says itself what slices cannot do in it.
         except WholeBatchError as error:

@@ -22,17 +22,13 @@ from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES, S
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.outcome import (
-    NotRehearsed,
-    PartsAppear,
+    RehearsalEnded,
     SlicesFail,
     in_one_line,
     writes_parameters,
 )
 from lightning_dpx.replicas.merging.rules import Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
-
-# What says of the whole rehearsal what became of it, and is no failure of the second step.
-_OF_REHEARSAL = (NotRehearsed, SlicesFail, PartsAppear, CollectiveInRehearsal)
 
 _PARTS_OF_A_STEP = 100  # of what a step has added to a number: one of them short of it, the next step raises it again
 
@@ -173,7 +169,8 @@ class SecondSteps:
         """Two steps as one device; ``None`` where the second cannot be run."""
         try:
             return self._runs.whole.observe(self._runs.num_rows, num_steps=2, other_first=other_first)
-        except _OF_REHEARSAL:
+        # These are of the whole rehearsal, and no failure of the second step.
+        except (RehearsalEnded, CollectiveInRehearsal):
             raise
         except Exception as error:  # noqa: BLE001  two steps on the same rows may be one too many
             traceback.clear_frames(error.__traceback__)
@@ -189,7 +186,8 @@ class SecondSteps:
         """Two steps in slices, and the rules that hold in the second; ``None`` where there is no room for it."""
         try:
             return self._runs.sliced.observe(self._runs.sizes, whole, judge.loss_reduction, earlier=[judge])
-        except _OF_REHEARSAL:
+        # These are of the whole rehearsal, and no failure of the second step.
+        except (RehearsalEnded, CollectiveInRehearsal):
             raise
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)
