@@ -274,7 +274,8 @@ class Rehearsal:
                 continue
             looked_at.add(self._rows.taken())
             # What else the step does, the first rows have shown; these are only asked for their rules.
-            with suppress(RehearsalEnded), overridden(self, _looks_again=True):
+            # They may take more memory than the first ones did, as longer texts do.
+            with suppress(RehearsalEnded, torch.OutOfMemoryError), overridden(self, _looks_again=True):
                 outcome = self._refine(outcome, self._on_rows(1))
         return self._beside_all_rows(outcome)
 

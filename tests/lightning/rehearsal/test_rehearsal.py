@@ -872,6 +872,26 @@ def test_means_are_told_apart_by_the_last_rows_of_a_sorted_batch_of_which_there_
     assert ours["rmse"] == pytest.approx(alone["rmse"], rel=1e-5)
 
 
+class RunsOutOnLastRows(RootOfErrors):
+    """A few of the last rows take more memory than there is, as longer texts do."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if len(batch[0]) < 20 and bool((batch[0] > 1.5).any()):
+            raise torch.OutOfMemoryError("no room for these rows")
+        super().validation_step(batch, batch_idx)
+
+
+def test_what_the_first_rows_have_shown_stands_where_there_is_no_room_for_others(caplog: Any) -> None:
+    """Running out of memory on the rows that are looked at beside them ended the check without a result."""
+    nearly_alike = 1 + 2e-3 * torch.randn(48, 1, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(torch.cat([nearly_alike, 2 * torch.ones(16, 1)])), 64)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    with caplog.at_level("INFO"):
+        trainer.validate(RunsOutOnLastRows(), loader, verbose=False)
+    assert "dpx: checked on" in caplog.text
+    assert "was not checked" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "errors",
     [
