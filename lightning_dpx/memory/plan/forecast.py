@@ -68,7 +68,7 @@ def with_overheads(profile: Profile, result: Forecast, dropped: Collection[int])
     places at which values are ``dropped``, and of following a step."""
     more = profile.replaying + seconds_of_places(profile, dropped)
     if dropped:
-        more += profile.following
+        more += profile.overhead.per_step
     if more:
         return replace(result, seconds=result.seconds + more)
     return result

@@ -22,7 +22,7 @@ from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import ValueActions
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
-from lightning_dpx.memory.profile.data import Profile, SavedCall, SavedValue
+from lightning_dpx.memory.profile.data import PlanOverhead, Profile, SavedCall, SavedValue
 from lightning_dpx.memory.profile.drop_sites import count_places, made_again
 from lightning_dpx.memory.profile.step_timer import Backward, Forward, StepTimer, is_confirmed
 
@@ -202,10 +202,12 @@ def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
         profile,
         values=tuple(_with(value, bookkeeping, tensors) for value in profile.values),
         calls=tuple(_of_call(call, bookkeeping) for call in profile.calls),
-        place_seconds=bookkeeping.place,
-        usual_places=bookkeeping.usual_places,
-        noting=max(0.0, bookkeeping.value - bookkeeping.again),
-        following=bookkeeping.following,
+        overhead=PlanOverhead(
+            per_step=bookkeeping.following,
+            per_value=max(0.0, bookkeeping.value - bookkeeping.again),
+            per_place=bookkeeping.place,
+            usual_places=bookkeeping.usual_places,
+        ),
     )
 
 

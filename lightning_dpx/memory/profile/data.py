@@ -1,7 +1,7 @@
 """What is known of a profiled step: numbers and names only, which is all that planners see."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The plan cache writes these classes to disk as lists of their fields, and reads them back by
 # position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
@@ -184,6 +184,32 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanOverhead:
+    """Seconds that the hooks of a plan take in a step, beside the operators that run again.
+
+    Attributes:
+        per_step: In any step in which something is dropped, whatever that is.
+        per_value: Of those of a value, what is taken once in a step, however often the value is made again.
+        per_place: At each place at which something is dropped; see drop_sites.py.
+        usual_places: Places for each value that is made again, as the values' seconds count them already.
+    """
+
+    per_step: float = 0.0
+    per_value: float = 0.0
+    per_place: float = 0.0
+    usual_places: float = 0.0
+
+    def scaled(self, factor: float) -> "PlanOverhead":
+        """The same of a step whose operators take ``factor`` times as long."""
+        return replace(
+            self,
+            per_step=self.per_step * factor,
+            per_value=self.per_value * factor,
+            per_place=self.per_place * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A step, seen from its memory. Events are numbered through forward and backward.
 
@@ -206,10 +232,7 @@ class Profile:
         calls: Calls of modules that can be replayed as a whole, in the order in which they begin.
         holds: What autograd holds, in order; empty if nothing can be replayed.
         replaying: Seconds that are spent on replayed calls already; see replayed_steps.py.
-        place_seconds: Of bookkeeping at each place at which something is dropped; see drop_sites.py.
-        usual_places: Places for each value that is made again, as the values' seconds count them already.
-        noting: Seconds of bookkeeping in those of a value that are spent once in a step, however often it is made.
-        following: Seconds of bookkeeping of a step in which anything is dropped, whatever that is.
+        overhead: What the hooks of a plan take, beside all that is made again.
         communicates: Whether the step talks to other processes.
         units: Paths of the sharded parts within which values are made again, with spaces between.
         codes: Calls of compiled parts.
@@ -235,10 +258,7 @@ class Profile:
     calls: tuple[SavedCall, ...] = ()
     holds: tuple[Hold, ...] = ()
     replaying: float = 0.0
-    place_seconds: float = 0.0
-    usual_places: float = 0.0
-    noting: float = 0.0
-    following: float = 0.0
+    overhead: PlanOverhead = PlanOverhead()
     communicates: bool = False
     units: str = ""
     codes: tuple[CompiledCall, ...] = ()
@@ -257,7 +277,7 @@ class Profile:
         # call that is made again has another bookkeeping.
         if value.call:
             return value.seconds
-        return max(0.0, value.seconds - self.noting)
+        return max(0.0, value.seconds - self.overhead.per_value)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the largest values, and what it takes to make each again."""

@@ -57,7 +57,8 @@ def seconds_of_places(profile: Profile, dropped: Collection[int]) -> float:
         profile: Of the step.
         dropped: Indices of values.
     """
-    if not profile.place_seconds:
+    overhead = profile.overhead
+    if not overhead.per_place:
         return 0.0
     # What is offloaded comes back by a copy, and has no bookkeeping in its seconds either.
     here = [index for index in dropped if not profile.values[index].offloaded]
@@ -67,5 +68,5 @@ def seconds_of_places(profile: Profile, dropped: Collection[int]) -> float:
     for index in made_again(profile, here):
         value = profile.values[index]
         if value.seconds and not value.call:
-            usual += profile.usual_places
-    return profile.place_seconds * (count_places(profile, here) - usual)
+            usual += overhead.usual_places
+    return overhead.per_place * (count_places(profile, here) - usual)

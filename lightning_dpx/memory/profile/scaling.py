@@ -195,9 +195,7 @@ def scaled(profile: Profile, factor: float, in_time: float | None = None) -> Pro
         forward_seconds=profile.forward_seconds * in_time,
         calls=tuple(_scaled(call, factor, in_time) for call in profile.calls),
         codes=tuple(_scaled_code(call, factor, in_time) for call in profile.codes),
-        place_seconds=profile.place_seconds * in_time,
-        noting=profile.noting * in_time,
-        following=profile.following * in_time,
+        overhead=profile.overhead.scaled(in_time),
     )
 
 

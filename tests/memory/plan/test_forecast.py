@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_dpx.memory.plan.forecast import Forecast, Forecaster, forecast, timeline, with_overheads
+from lightning_dpx.memory.profile.data import PlanOverhead
 from tests.memory.made_up import SIZE, chain
 
 LENGTH = 8
@@ -39,7 +40,7 @@ def test_values_that_go_after_every_use_take_less_and_longer() -> None:
 
 
 def test_what_is_noted_of_a_value_is_noted_once_however_often_it_is_made() -> None:
-    profile = replace(chain(LENGTH), noting=0.75)
+    profile = replace(chain(LENGTH), overhead=PlanOverhead(per_value=0.75))
     dropped = range(1, LENGTH)
     computations = sum(range(LENGTH))
     assert forecast(profile, dropped).seconds == LENGTH - 1
@@ -47,7 +48,7 @@ def test_what_is_noted_of_a_value_is_noted_once_however_often_it_is_made() -> No
 
 
 def test_a_step_that_is_followed_takes_as_much_whatever_is_dropped() -> None:
-    profile = replace(chain(LENGTH), following=0.5)
+    profile = replace(chain(LENGTH), overhead=PlanOverhead(per_step=0.5))
     for dropped in ([1], [1, 2, 3]):
         assert with_overheads(profile, forecast(profile, dropped), dropped).seconds == len(dropped) + 0.5
     assert with_overheads(profile, forecast(profile, []), []).seconds == 0.0

@@ -132,7 +132,7 @@ def test_what_planned_steps_take_longer_is_bookkeeping(
 def test_the_first_value_of_a_place_takes_longer_than_the_next_ones(step: tuple[nn.Module, Tensor, Profile]) -> None:
     _, _, profile = step
     known = Bookkeeping(value=2.0, place=3.0, usual_places=0.5)
-    dear = with_bookkeeping(replace(profile, place_seconds=0.0), known)
+    dear = with_bookkeeping(replace(profile, overhead=replace(profile.overhead, per_place=0.0)), known)
     droppable = droppable_values(profile)
     near, far = droppable[:4], droppable[::4][:4]
     assert count_places(dear, near) < count_places(dear, far) <= len(far)
@@ -178,7 +178,7 @@ def test_where_a_step_runs_a_backward_of_its_own_all_that_it_saves_takes_time() 
         return module(x).sum() + gradient.pow(2).sum()
 
     profile = profile_step(module, forward, torch.device("cpu"))
-    assert profile.following > 0.0
+    assert profile.overhead.per_step > 0.0
     droppable = droppable_values(profile)
     made = [len(made_again(profile, dropped)) for dropped in (droppable[::2], droppable[::8])]
     free = replace(profile, step_seconds=0.001, values=tuple(replace(value, seconds=0.0) for value in profile.values))
@@ -188,7 +188,7 @@ def test_where_a_step_runs_a_backward_of_its_own_all_that_it_saves_takes_time() 
     found = measured_in_step(free, module, timer, forward=forward, backward=Tensor.backward, known=known)  # type: ignore[arg-type]
     assert (found.value, found.following, found.place) == (pytest.approx(2.0), pytest.approx(3.0), 0.0)
     dear = with_bookkeeping(free, found)
-    assert (dear.noting, dear.following) == (pytest.approx(1.875), pytest.approx(3.0))
+    assert (dear.overhead.per_value, dear.overhead.per_step) == (pytest.approx(1.875), pytest.approx(3.0))
 
 
 def test_steps_that_are_much_longer_than_bookkeeping_are_not_run_for_it(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_dpx.memory.profile.data import PlanOverhead
 from lightning_dpx.memory.profile.drop_sites import count_places, made_again, seconds_of_places
 from tests.memory.made_up import chain
 
@@ -32,14 +33,14 @@ def test_what_nobody_saves_is_made_again_on_the_way() -> None:
 
 
 def test_a_place_counts_beyond_the_share_that_the_values_seconds_hold() -> None:
-    profile = replace(chain(16), place_seconds=2.0, usual_places=0.5)
+    profile = replace(chain(16), overhead=PlanOverhead(per_place=2.0, usual_places=0.5))
     assert seconds_of_places(profile, [4, 7, 10]) == 2.0 * (3 - 0.5 * 3)
     assert seconds_of_places(profile, [4, 5, 6]) == 2.0 * (1 - 0.5 * 3)
     assert seconds_of_places(chain(16), [4, 7, 10]) == 0.0
 
 
 def test_values_without_seconds_hold_no_share_that_could_be_taken_off() -> None:
-    profile = replace(chain(16), place_seconds=2.0, usual_places=0.5)
+    profile = replace(chain(16), overhead=PlanOverhead(per_place=2.0, usual_places=0.5))
     values = list(profile.values)
     for index in (4, 5):
         values[index] = replace(values[index], seconds=0.0)

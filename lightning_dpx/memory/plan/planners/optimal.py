@@ -187,7 +187,8 @@ def _nominal(profile: Profile) -> Profile:
         weight = 10 if _HEAVY.search(value.operator) else 1
         by_rule.append(replace(value, seconds=1e-9 * value.num_bytes * weight))
     values = tuple(by_rule)
-    bare = replace(profile, values=values, calls=(), holds=(), operators=(), basis="", replaying=0.0, noting=0.0)
+    overhead = replace(profile.overhead, per_value=0.0)
+    bare = replace(profile, values=values, calls=(), holds=(), operators=(), basis="", replaying=0.0, overhead=overhead)
     if any(value.offloaded for value in values):
         return bare  # the time of copies depends on how long the step takes
     values = tuple(replace(value, copying=0.0) for value in values)
