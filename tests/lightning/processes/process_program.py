@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,88 @@ def planned_ddp(case: str, folder: Path) -> None:
     print("ended well", flush=True)
 
 
+def model_of(case: str) -> Any:
+    """The model of a case, with the weights that a test gives it on one device."""
+    model = Checked(optimizer="adam")
+    if case == "sum-accumulated":
+        summed = Summed(optimizer="sgd")
+        summed.load_state_dict(model.state_dict())
+        return summed
+    if case == "second-order":
+        return SecondOrder()
+    kinds: dict[str, Any] = {
+        **WITH_MEETINGS,
+        "sum-late": partial(Summed, optimizer="sgd"),  # with loss_reduction="auto"
+        "shapes": Gathers,
+    }
+    make = kinds.get(case)
+    if case.startswith("batchnorm"):
+        make = partial(Classifier, norm=True)
+    elif case.startswith("sparse"):
+        make = partial(Embedded, case)
+    if make is None:
+        return model
+    torch.manual_seed(0)
+    return make()
+
+
+def trainer_options(case: str) -> dict[str, Any]:
+    """What a case asks of the Trainer."""
+    options: dict[str, Any] = {"num_nodes": 2, "use_distributed_sampler": case == "dealt"}
+    if case in PARITY:
+        options["precision"] = "64-true"
+    if case == "colocate":
+        options["accelerator"] = "sim"
+    elif case == "sum-accumulated":
+        options["accumulate_grad_batches"] = 2
+    elif case.startswith("batchnorm"):
+        options["sync_batchnorm"] = True
+    elif case in ("joined", "checkpoint"):  # nothing tells Lightning of another process
+        del options["num_nodes"]
+    elif case == "endless":
+        options["max_epochs"] = 10_000
+    return options
+
+
+def strategy_arguments(case: str) -> dict[str, Any]:
+    """What a case asks of the strategy."""
+    arguments: dict[str, Any] = {"execution": "inline", "timeout": 120.0}
+    if case == "colocate":
+        arguments["reducer"] = "colocate"
+    elif case == "sum-accumulated":
+        arguments["loss_reduction"] = "sum"
+    elif case in ("merged", "batchnorm-merged"):
+        arguments["execution"] = "auto"
+    elif case.startswith("sparse"):
+        arguments["loss_reduction"] = "sum" if case == "sparse-sum" else "mean"
+    elif case == "shapes":
+        arguments["memory_budget"] = "auto"
+    return arguments
+
+
+def loader_of(case: str, rank: int, shared: DataLoader[Any]) -> DataLoader[Any]:
+    """The batches of a rank; ``shared`` has the rows of both."""
+    if case == "dealt":  # by Lightning's sampler, which always shuffles
+        return shared
+    if case == "sum-late":  # neither rank sees one at first, and then only rank 0
+        return DataLoader(late_batches(rank), None)
+    own = own_loader(rank, first=10 if case.endswith("uneven") else 8)
+    if case == "shapes":  # rank 1 has a larger batch in the second step, and rank 0 has not
+        sizes = (8, 8, 4) if rank == 0 else (4, 8, 8)
+        return DataLoader([own.dataset[:rows] for rows in sizes], None)
+    return own
+
+
+def fit(trainer: Any, model: Any, loader: DataLoader[Any]) -> None:
+    """Trains; says how long a refusal took."""
+    started = time.monotonic()
+    try:
+        trainer.fit(model, loader, loader)
+    except dpx.ReplicationError:
+        print(f"refused after {time.monotonic() - started:.1f} s", flush=True)
+        raise
+
+
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[2])
     atexit.register(lambda: print(f"a process group at the end: {torch.distributed.is_initialized()}", flush=True))
@@ -216,75 +299,26 @@ def main() -> None:
     if case in ("planned", "unplanned"):
         planned_ddp(case, folder)
         return
-    dealt = case == "dealt"  # by Lightning's sampler, which always shuffles
-    options: dict[str, Any] = {"num_nodes": 2, "use_distributed_sampler": dealt}
-    if case in PARITY:
-        options["precision"] = "64-true"
-    arguments: dict[str, Any] = {"execution": "inline", "timeout": 120.0}
-    loader, model = make_loader(48, 8), Checked(optimizer="adam")
-    if case == "colocate":
-        options["accelerator"], arguments["reducer"] = "sim", "colocate"
-    elif case == "sum-accumulated":
-        options["accumulate_grad_batches"], arguments["loss_reduction"] = 2, "sum"
-        summed = Summed(optimizer="sgd")
-        summed.load_state_dict(model.state_dict())
-        model = summed  # type: ignore[assignment]
-    elif case == "sum-late":  # with loss_reduction="auto"
-        torch.manual_seed(0)
-        model = Summed(optimizer="sgd")  # type: ignore[assignment]
-    elif case in WITH_MEETINGS:
-        torch.manual_seed(0)
-        model = WITH_MEETINGS[case]()
-        if case == "merged":
-            arguments["execution"] = "auto"
-    elif case.startswith("batchnorm"):
-        if case == "batchnorm-merged":
-            arguments["execution"] = "auto"
-        torch.manual_seed(0)
-        model, options["sync_batchnorm"] = Classifier(norm=True), True
-    elif case.startswith("sparse"):
-        arguments["loss_reduction"] = "sum" if case == "sparse-sum" else "mean"
-        torch.manual_seed(0)
-        model = Embedded(case)  # type: ignore[assignment]
-    elif case == "shapes":
-        torch.manual_seed(0)
-        model, arguments["memory_budget"] = Gathers(), "auto"  # type: ignore[assignment]
-    elif case == "second-order":
-        model = SecondOrder()  # type: ignore[assignment]
-    elif case == "joined":  # nothing tells Lightning of the other process
-        del options["num_nodes"]
+    shared, model = make_loader(48, 8), model_of(case)
+    if case == "joined":
         torch.distributed.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
-    elif case == "checkpoint":
-        del options["num_nodes"]
-    elif case == "endless":
-        options["max_epochs"] = 10_000
-        arguments["timeout"] = 120.0
+    options = trainer_options(case)
     monitor = dpx.DeviceThroughputMonitor(save_to=folder / "waits.csv", every_n_steps=1)
     if case.startswith("waits"):
         options["callbacks"] = [ComesLast(folder / "store"), monitor]
         if case == "waits-alone" and os.environ["NODE_RANK"] == "1":
             options["callbacks"].pop()
-    trainer = make_trainer(strategy=dpx.DPXStrategy(**arguments), devices=2, **options)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(**strategy_arguments(case)), devices=2, **options)
     rank = trainer.global_rank
-    if not dealt:
-        loader = own_loader(rank, first=10 if case.endswith("uneven") else 8)
-    if case == "sum-late":  # neither rank sees one at first, and then only rank 0
-        loader = DataLoader(late_batches(rank), None)
-    if case == "shapes":  # rank 1 has a larger batch in the second step, and rank 0 has not
-        loader = DataLoader([loader.dataset[:rows] for rows in ((8, 8, 4) if rank == 0 else (4, 8, 8))], None)
+    loader = loader_of(case, rank, shared)
     if case == "different":
         model = Classifier()
         if rank == 1:
             model.net[2] = nn.Linear(16, 5)
     elif case == "endless":
         trainer.callbacks.append(Running(folder / f"running_{rank}"))
-    started = time.monotonic()
-    try:
-        trainer.fit(model, loader, loader)
-    except dpx.ReplicationError:
-        print(f"refused after {time.monotonic() - started:.1f} s", flush=True)
-        raise
-    if dealt:
+    fit(trainer, model, loader)
+    if case == "dealt":
         sampler = trainer.train_dataloader.sampler
         assert (sampler.num_replicas, sampler.rank, len(sampler)) == (2, rank, 24)
     if case.startswith("waits"):
