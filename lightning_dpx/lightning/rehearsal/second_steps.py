@@ -210,7 +210,7 @@ class SecondSteps:
             # It begins with other weights, and what is computed by them is another value each time.
             second = self._runs.whole.observe(self._runs.num_rows, num_steps=2, same_weights=True)
         unstable: frozenset[str] = frozenset()
-        if second.drew:  # then what changes may be another draw
+        if second.draws.drew:  # then what changes may be another draw
             other = self._runs.whole.observe(self._runs.num_rows, other_draws=True)
             unstable = unstable_between(first, other, self._step.tolerance)
         return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]

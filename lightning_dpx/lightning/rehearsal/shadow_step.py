@@ -25,6 +25,7 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRu
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
     Logged,
     Observation,
+    SeenDraws,
     attributes_of,
     host_copy,
     python_state,
@@ -303,9 +304,10 @@ class ShadowStep:
 
     def note_draws(self, seen: Observation) -> None:
         """Notes the random numbers that the last run drew."""
-        seen.draws = self.guest.draws.by_step
-        seen.draws_of_steps = self.guest.draws.of_steps
-        seen.left_alone = self.guest.draws.left_alone
+        draws = self.guest.draws
+        seen.draws = SeenDraws(
+            drew=draws.drew, per_row=draws.by_step, of_steps=draws.of_steps, left_alone=draws.left_alone
+        )
 
 
 def frees_shadows(run: Callable[Concatenate[_Run, P], T]) -> Callable[Concatenate[_Run, P], T]:

@@ -109,11 +109,11 @@ class SliceCheck:
         """What a step draws, and what of it once for its batch."""
         whole = self._whole
         if not self._step.by_hand:  # whose slices take turns, and draw in between
-            once, by_rows = drawn_once([*whole.draws_of_steps, *sliced.draws_of_steps])
+            once, by_rows = drawn_once([*whole.draws.of_steps, *sliced.draws.of_steps])
             judge.draws_once = once
             judge.draws_by_rows = by_rows
         # A step that draws for the first time later on is checked again, so any draw counts here.
-        judge.draws = whole.drew or bool(judge.draws_once or judge.draws_by_rows or whole.left_alone)
+        judge.draws = whole.draws.drew or bool(judge.draws_once or judge.draws_by_rows or whole.draws.left_alone)
 
     def _compared(
         self,
@@ -172,7 +172,7 @@ class SliceCheck:
         # then nothing is due to draws.
         again = self._runs.whole.observe(comparison.rows, other_draws=not alike)
         unstable = unstable_between(whole, again, self._step.tolerance)
-        if alike or not (whole.drew or whole.left_alone or again.left_alone):
+        if alike or not (whole.draws.drew or whole.draws.left_alone or again.draws.left_alone):
             # No draws explain it: something outside the module goes on from run to run, and cannot be put back.
             trained = ("loss", "gradient:", "new weight:")
             unstable = frozenset(path for path in unstable if not path.startswith(trained))

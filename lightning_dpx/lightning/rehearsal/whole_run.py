@@ -167,7 +167,6 @@ class WholeRun:
         step.adopt_precision()
         step.changes_settings |= step.guest.changed_settings and not step.by_hand
         step.changes_settings |= bool(step.guest.switched)
-        seen.drew = step.guest.draws.drew
         step.note_draws(seen)
 
 

@@ -234,7 +234,9 @@ class Comparer:
 
 def drew_alike(whole: Observation, sliced: Observation) -> bool:
     """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference."""
-    return not whole.left_alone and not sliced.left_alone and len({*whole.draws, *sliced.draws}) == 1
+    if whole.draws.left_alone or sliced.draws.left_alone:
+        return False
+    return len({*whole.draws.per_row, *sliced.draws.per_row}) == 1
 
 
 def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -> frozenset[str]:

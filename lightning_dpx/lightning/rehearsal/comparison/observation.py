@@ -1,7 +1,7 @@
 """What can be seen of one run of a step: copies of it, which can be compared with another run's later."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -32,6 +32,23 @@ class Logged:
     batch_size: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenDraws:
+    """The random numbers of one run of a step.
+
+    Attributes:
+        drew: Whether any were made equal for all rows.
+        per_row: How many such numbers a row got, draw by draw, in every call of a replica's step.
+        of_steps: What every call of a replica's step drew from generators of the host.
+        left_alone: What else drew random numbers.
+    """
+
+    drew: bool = False
+    per_row: Sequence[tuple[int, ...]] = ()
+    of_steps: Sequence[StepDraws] = ()
+    left_alone: Sequence[str] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Observation:
     """All that can be seen of one run of a step.
@@ -47,10 +64,7 @@ class Observation:
         read_back: Names of what the step has read of that in the Trainer's metrics, as one device.
         state: Python state and buffers, by path.
         state_before: The same, before the first step of one device.
-        drew: Whether random numbers were made equal for all rows.
-        draws: How many such numbers a row got, draw by draw, in every call of a replica's step.
-        left_alone: What else drew random numbers.
-        draws_of_steps: What every call of a replica's step drew from generators of the host.
+        draws: Its random numbers.
         metric_calls: What metrics were given, by one device.
         appended: What lists got, by one device.
         numbers: Of attributes, after the step of one device.
@@ -70,10 +84,7 @@ class Observation:
     read_back: set[str] = field(default_factory=set)
     state: dict[str, Any] = field(default_factory=dict)
     state_before: dict[str, Any] = field(default_factory=dict)
-    drew: bool = False
-    draws: list[tuple[int, ...]] = field(default_factory=list)
-    left_alone: list[str] = field(default_factory=list)
-    draws_of_steps: list[StepDraws] = field(default_factory=list)
+    draws: SeenDraws = field(default_factory=SeenDraws)
     metric_calls: CallLog | None = None
     appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
