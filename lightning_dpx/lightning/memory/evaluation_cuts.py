@@ -135,10 +135,10 @@ class EvaluationCuts:
                 step = ShadowStep(strategy, call, requested)
                 run = WholeRun(step, FewRows(call, step.replicas))
                 # Evaluation steps run no optimizers, so no hooks are called around them.
-                with step.guest.visit(calls_hooks=False):
+                with step.sandbox.opened(calls_hooks=False):
                     first = self._bytes_of(run, few)
                     second = self._bytes_of(run, more)
-        except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
+        except Exception as error:  # noqa: BLE001  a failure in here is none of the run
             # The frames hold on to tensors of the failed run.
             traceback.clear_frames(error.__traceback__)
             return None

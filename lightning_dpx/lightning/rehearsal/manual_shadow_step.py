@@ -1,4 +1,4 @@
-"""A step by hand of a shadow module, run as a guest: its optimizers are copies, and all that it changes is put back.
+"""A step by hand of a shadow module, run in a sandbox: its optimizers are copies, and all that it changes is put back.
 
 A memory profile runs such a step several times. Every run begins at the same parameters, optimizers, schedulers and
 Python state, so it takes the same branches. Optimizers really step, on parameters that belong to the shadow alone:
@@ -17,7 +17,7 @@ from torch import nn
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
 from lightning_dpx.lightning.rehearsal.shadow import (
-    Guest,
+    Sandbox,
     attributes_stepped_in,
     pointing_at_shadow,
     with_copied_optimizers,
@@ -31,7 +31,7 @@ _HIDDEN: "weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, A
 
 
 def hide_optimizers(shadow: nn.Module) -> None:
-    """Takes optimizers and schedulers that a shadow holds out of it, until a guest's step puts copies in their place.
+    """Takes optimizers and schedulers that a shadow holds out of it, until a sandbox puts copies in their place.
 
     They lead to the strategy and all that it holds, which a profile would look through for what a step changes.
     """
@@ -92,10 +92,10 @@ class ManualGuest:
                     "A step by hand is profiled with copies of its optimizers and schedulers, which cannot be made "
                     f"({type(error).__name__}: {error}). Give plan, or let them hold only what can be copied."
                 ) from error
-        guest = Guest(trainer, self._module, (), self._devices)
+        sandbox = Sandbox(trainer, self._module, (), self._devices)
         try:
             with (
-                guest.visit(calls_hooks=True),
+                sandbox.opened(calls_hooks=True),
                 overridden(strategy, **pointing_at_shadow(strategy, shadow), **optimizers),
             ):
                 yield

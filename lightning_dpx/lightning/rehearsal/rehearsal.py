@@ -101,7 +101,7 @@ class Rehearsal:
         self._check_registries()
         outcome = self._visited(self._on_first_batch)
         outcome.settle_numbers()
-        real_module = self._step.guest.real_module
+        real_module = self._step.sandbox.real_module
         if self._step.trains and real_module.has_hooks:
             outcome.comparison.tell_of_hooks(real_module.changed_by_hooks)
         return outcome
@@ -186,7 +186,7 @@ class Rehearsal:
         self._visited(self._on_real_rows)
 
     def _visited(self, look: Callable[[], Outcome]) -> Outcome:
-        with self._step.guest.visit(calls_hooks=self._step.by_hand):
+        with self._step.sandbox.opened(calls_hooks=self._step.by_hand):
             try:
                 outcome = look()
                 self._check_iterators()
@@ -199,7 +199,7 @@ class Rehearsal:
             # Not a fault of the step: other processes may not rehearse at this moment.
             except CollectiveInRehearsal as error:
                 raise NotRehearsed(f"it calls torch.distributed itself ({error}).") from None
-            except Exception as error:  # noqa: BLE001  a guest's failure is not the host's
+            except Exception as error:  # noqa: BLE001  a failure in here is none of the run
                 traceback.clear_frames(error.__traceback__)
                 self._check_iterators()
                 if isinstance(error, torch.OutOfMemoryError):
@@ -421,7 +421,7 @@ class Rehearsal:
             except (NotRehearsed, CollectiveInRehearsal, torch.OutOfMemoryError):  # or there is no room for it
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
-        self._step.guest.real_module.note_slices()
+        self._step.sandbox.real_module.note_slices()
         runs = BothRuns(self._whole, self._sliced, sizes)
         check = SliceCheck(runs, whole, loss_reduction=self._loss_reduction, is_look=self._looks_again)
         return check.outcome(judge, sliced)
@@ -432,7 +432,7 @@ class Rehearsal:
         Raises:
             SlicesFail: it has done such a thing.
         """
-        reached = self._step.guest.real_module.reached
+        reached = self._step.sandbox.real_module.reached
         if reached:
             raise SlicesFail(
                 f"It changes {', '.join(reached[:3])} of the module itself, to which something outside of it leads (a "
@@ -441,8 +441,8 @@ class Rehearsal:
                 "For all devices to take part, go by self.",
             )
         # By hand, optimizers write parameters inside of the step, as they should.
-        if self._step.guest.written and not self._step.by_hand:
-            raise writes_parameters(self._step.guest.written)
+        if self._step.sandbox.written and not self._step.by_hand:
+            raise writes_parameters(self._step.sandbox.written)
         # By hand, slices hear of it when they ask for one.
         if whole.keeps_graph:
             raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")
@@ -468,7 +468,7 @@ class Rehearsal:
         Raises:
             SlicesFail: it has.
         """
-        names = self._step.guest.logged_elsewhere
+        names = self._step.sandbox.logged_elsewhere
         if names:
             raise SlicesFail(
                 f"It logs {', '.join(map(repr, names[:3]))} past self.log, by a method of the module that was kept "

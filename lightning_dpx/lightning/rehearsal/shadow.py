@@ -47,7 +47,7 @@ from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_t
 from lightning_dpx.torch_compat import key_of, tree_map_only
 
 
-class Guest:
+class Sandbox:
     """Keeps what several runs of a rehearsal may change, and puts it back.
 
     Args:
@@ -100,7 +100,7 @@ class Guest:
         return list(dict.fromkeys(result.meta.name for result in holder._results.values()))
 
     @contextmanager
-    def visit(self, *, calls_hooks: bool) -> Iterator[None]:
+    def opened(self, *, calls_hooks: bool) -> Iterator[None]:
         """The whole rehearsal happens in here.
 
         Args:
@@ -193,23 +193,23 @@ def schedulers_of(trainer: Any) -> list[Any]:
 
 
 class ShadowReplicas(ReplicaSet):
-    """Replicas of a shadow, whose steps run under the guest's eyes.
+    """Replicas of a shadow, whose steps run in the sandbox.
 
     Attributes:
-        guest: Set right after they are made.
+        sandbox: Set right after they are made.
         metrics: The metrics of the shadow, which its replicas share.
         saves_on_host: Whether what backward needs waits on the host.
     """
 
-    guest: Guest
+    sandbox: Sandbox
     metrics: ReplicaMetrics
     saves_on_host = False
 
     def run(self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
-        """Runs a stage as all replicas do, under the eyes of the guest."""
+        """Runs a stage as all replicas do, in the sandbox."""
 
         def watched(batch_slice: BatchSlice) -> Any:
-            with self.guest.in_step(stage), save_on_cpu() if self.saves_on_host else nullcontext():
+            with self.sandbox.in_step(stage), save_on_cpu() if self.saves_on_host else nullcontext():
                 return call(batch_slice)
 
         return super().run(stage, slices, watched)

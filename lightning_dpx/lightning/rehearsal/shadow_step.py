@@ -33,7 +33,7 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
 )
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
 from lightning_dpx.lightning.rehearsal.shadow import (
-    Guest,
+    Sandbox,
     ShadowReplicas,
     make_shadow,
     pointing_at_shadow,
@@ -73,7 +73,7 @@ class ShadowStep:
     Attributes:
         trains: Whether it is a training step.
         by_hand: Whether its optimizers step inside of it.
-        guest: Puts back what the runs change.
+        sandbox: Puts back what the runs change.
         norms: Batch norms that normalize by their slice.
         tolerance: How far two runs may be apart.
         changes_settings: Whether a run as one device has changed settings of optimizers, or of the process.
@@ -92,7 +92,7 @@ class ShadowStep:
         self._requested = requested
         self.trains: bool = call.name == "training_step"
         self.by_hand: bool = self.trains and not module.automatic_optimization
-        self.guest: Guest = Guest(module.trainer, module, self.replicas.replicas, self.replicas.devices)
+        self.sandbox: Sandbox = Sandbox(module.trainer, module, self.replicas.replicas, self.replicas.devices)
         self.norms: list[str] = []
         self.trains_norms = False
         self.ahead: dict[str, float] = {}
@@ -103,7 +103,7 @@ class ShadowStep:
     def adopt_precision(self) -> None:
         """Takes the tolerance from the dtypes that a run has shown the step to compute in."""
         # Autocast inside of the step, or a loss in other digits, shows only when operators run.
-        seen = self.guest.draws.dtypes.intersection(_ROUNDING)
+        seen = self.sandbox.draws.dtypes.intersection(_ROUNDING)
         self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
     def make_shadow(self, *, own_parameters: bool = False) -> Any:
@@ -133,16 +133,16 @@ class ShadowStep:
         return shadow
 
     def replicas_of(self, shadow: Any, devices: list[torch.device], **changes: Any) -> ShadowReplicas:
-        """Replicas of a shadow, which run under the guest's eyes."""
+        """Replicas of a shadow, which run in the sandbox."""
         # A rehearsal is of this process alone, and ends long before replicas could drift apart.
         options = {"beyond": None, "check_every": 0, **changes}
-        metrics = ReplicaMetrics(shadow, number=self.strategy.options.number_rule, searches=self.guest.has_metrics)
+        metrics = ReplicaMetrics(shadow, number=self.strategy.options.number_rule, searches=self.sandbox.has_metrics)
         replicas = new_replicas(self.strategy, shadow, devices, metrics, ShadowReplicas, **options)
         assert isinstance(replicas, ShadowReplicas), "that kind was requested for"
         replicas.metrics = metrics
         metrics.dim = replicas.output_dim
         metrics.modules = replicas.root.modules
-        replicas.guest = self.guest
+        replicas.sandbox = self.sandbox
         replicas.saves_on_host = self.saves_on_host
         # The first replica is the shadow itself, which has its Trainer.
         for replica in replicas.replicas[1:]:
@@ -239,7 +239,7 @@ class ShadowStep:
                         step.show_buffers()
                     # A backward may draw as well: a recomputed dropout, or a hook of the user's.
                     # One of the user's own is called once for the whole batch, and logs as on one device.
-                    with self.guest.in_step("backward"), overridden(shadow, log=_unheard):
+                    with self.sandbox.in_step("backward"), overridden(shadow, log=_unheard):
                         shadow.backward(loss)
                     if step is not None:
                         step.backward(last=True)
@@ -252,11 +252,11 @@ class ShadowStep:
                 name: host_copy(one.grad) for name, one in zip(names, owners, strict=True) if one.grad is not None
             }
         seen.state = self.state(shadow)
-        seen.logger_calls = list(self.guest.logger_calls)
+        seen.logger_calls = list(self.sandbox.logger_calls)
 
     def state(self, shadow: Any) -> dict[str, Any]:
         """Python state and buffers of a shadow, and what its code reaches outside of it."""
-        outside = chain(self.guest.surroundings.values(), self._settings())
+        outside = chain(self.sandbox.surroundings.values(), self._settings())
         return {**python_state(attributes_of(shadow)), **state_outside(outside)}
 
     def _settings(self) -> Iterable[tuple[str, Any]]:
@@ -304,7 +304,7 @@ class ShadowStep:
 
     def note_draws(self, seen: Observation) -> None:
         """Notes the random numbers that the last run drew."""
-        draws = self.guest.draws
+        draws = self.sandbox.draws
         seen.draws = SeenDraws(
             drew=draws.drew, per_row=draws.by_step, of_steps=draws.of_steps, left_alone=draws.left_alone
         )

@@ -87,7 +87,7 @@ class SlicedRun:
         with ExitStack() as stack:
             # First in and last out: replicas are closed and graphs let go
             # before anything is put back.
-            stack.enter_context(step.guest.run(shadow))
+            stack.enter_context(step.sandbox.run(shadow))
             stack.callback(replicas.close)
             stack.callback(training.close)
             stack.callback(training.discard_forward)

@@ -127,13 +127,13 @@ class WholeRun:
         with ExitStack() as stack:
             optimizers = step.optimizers_for(shadow, None, steps.seen)
             stack.enter_context(step.pointing_at(shadow, None, None, optimizers))
-            stack.enter_context(step.guest.run(shadow, other_draws=other_draws or other_first))
+            stack.enter_context(step.sandbox.run(shadow, other_draws=other_draws or other_first))
             stack.callback(replicas.close)
             stack.callback(forget_gradients, list(shadow.parameters()))  # also where the step raises
             start = _Start(shadow, optimizers.get("_optimizers", ())) if same_weights else None
             for number in range(num_steps):
                 if other_first and number == 1:
-                    step.guest.draw_as_other_runs(shadow)
+                    step.sandbox.draw_as_other_runs(shadow)
                 if start is not None and number:
                     start.put_back()
                 # Each begins without the gradients of the one before, or with some where a real step
@@ -165,8 +165,8 @@ class WholeRun:
         """Takes over what a run has shown of the step, for the runs after it."""
         step = self.step
         step.adopt_precision()
-        step.changes_settings |= step.guest.changed_settings and not step.by_hand
-        step.changes_settings |= bool(step.guest.switched)
+        step.changes_settings |= step.sandbox.changed_settings and not step.by_hand
+        step.changes_settings |= bool(step.sandbox.switched)
         step.note_draws(seen)
 
 
@@ -245,7 +245,7 @@ class _StepsOnShadow:
             seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
         # By hand its backward lies inside of it.
         if not step.by_hand:
-            step.guest.real_module.note_step()
+            step.sandbox.real_module.note_step()
         with recording(log, shadow):
             # training_step_end and its like see the outputs of all rows, and may log.
             final = step.session.finished(step.call.name, seen.output)

@@ -1050,7 +1050,7 @@ def test_state_that_is_that_of_a_slice_is_named(fitted) -> None:
     assert "self.losses" not in warned, "its items come together"
 
 
-# ---- a guest ----
+# ---- a sandbox ----
 
 
 class Watched(Model):
