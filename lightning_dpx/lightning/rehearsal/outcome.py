@@ -68,7 +68,16 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What a rehearsal on some rows has shown."""
+    """What a rehearsal on some rows has shown.
+
+    Attributes:
+        comparison: Of slices with one device.
+        judge: The rules by which the slices were put together.
+        findings: Rules that fit outputs and kept values, by path.
+        logged: Rules that fit logged values, by path.
+        unstable: What cannot be compared, as it changes from run to run or as roundings grow.
+        rounding: Of that, what roundings change.
+    """
 
     comparison: Comparison
     judge: JudgingRules

@@ -58,6 +58,13 @@ class Sandbox:
 
     Attributes:
         has_metrics: Whether the module leads to any.
+        draws: The random numbers of the last run.
+        written: Names of the parameters that the last run has written, or given other memory.
+        logger_calls: Methods of loggers that the last run has called itself.
+        changed_settings: Whether the last run has changed settings of optimizers.
+        switched: Settings of the process that the first run has changed, if only for a while.
+        surroundings: What the user's code reaches beside the module.
+        real_module: The module, where runs come to it past their shadow.
     """
 
     def __init__(
@@ -81,15 +88,16 @@ class Sandbox:
         # Globals, which shadows have in common with the module.
         self._metrics_of_code = [metric for _, metric in metrics if id(metric) not in held]
         self._start = GeneratorStates(self._devices, generators=self._generators)
-        self.draws: RunDraws = RunDraws(self._start)  # of the last run
+        self.draws: RunDraws = RunDraws(self._start)
         self.surroundings: Surroundings = Surroundings(trainer, module)
         self.real_module: RealModule = RealModule(module, shared, self._shared)
         self._settings = SettingsSnapshot(trainer.optimizers, schedulers_of(trainer))
         self.changed_settings: bool = False
-        self.logger_calls: list[str] = []  # of the last run
+        self.logger_calls: list[str] = []
+        self.written: list[str] = []
         self._module = module
         self._has_run = False
-        self.switched: set[str] = set()  # settings of the process that the first run has changed, if only for a while
+        self.switched: set[str] = set()
 
     @property
     def logged_elsewhere(self) -> list[str]:
@@ -155,7 +163,7 @@ class Sandbox:
             put_back(states)
             # An assignment to .data gives a parameter other memory, which no operator writes.
             moved = [name for name, place in _places_of(shadow).items() if places.get(name, place) != place]
-            self.written: list[str] = list(dict.fromkeys([*self._shared.written, *moved]))
+            self.written = list(dict.fromkeys([*self._shared.written, *moved]))
             self.surroundings.restore()
             # After what module and surroundings share, which is no part of the module.
             self.real_module.restore()
