@@ -34,6 +34,7 @@ from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile import data as profiles_module
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.python_objects.digest import Digest
+from lightning_dpx.python_objects.process_settings import float32_precision
 from lightning_dpx.units import MIB
 
 _FORMAT = 4
@@ -334,8 +335,8 @@ def _surroundings(device: torch.device) -> tuple[Any, ...]:
     sdp = [getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in kernels]
     cudnn = backends.cudnn
     flags = (
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, *sdp,
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *float32_precision(),
+        backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *sdp,
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )  # fmt: skip
     return (*flags, torch.get_num_threads(), _kind_of(device))

@@ -21,6 +21,24 @@ from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors,
 _CONTAINERS = (list, dict, set, deque)
 _OWN_FRAMES = 2  # between an operator and the place that looks for the code that called it
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def float32_precision() -> tuple[str, ...]:
+    """How float32 numbers are multiplied, such as "ieee" or "tf32": by each backend, for each kind of operator."""
+    backends: Any = torch.backends
+    # One by one: torch.get_float32_matmul_precision and cudnn.allow_tf32 raise where a program has set some of these
+    # apart, which is torch's own way to ask for TF32 since 2.9 (seen with 2.13).
+    return (
+        backends.fp32_precision,
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.rnn.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        backends.mkldnn.conv.fp32_precision,
+        backends.mkldnn.rnn.fp32_precision,
+    )
+
+
 _SETTINGS: dict[str, Callable[[], object]] = {
     "torch's default dtype": torch.get_default_dtype,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
@@ -33,7 +51,7 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "cuDNN's determinism": lambda: torch.backends.cudnn.deterministic,
     "cached parametrizations": parametrizations_are_cached,
     "detection of anomalies": torch.is_anomaly_enabled,
-    "precision of float32 products": torch.get_float32_matmul_precision,
+    "precision of float32 products": float32_precision,
     "checks of sparse tensors": torch.sparse.check_sparse_tensor_invariants.is_enabled,
     "filters of warnings": lambda: id(warnings.filters),
     "the standard output": lambda: id(sys.stdout),

@@ -1,6 +1,7 @@
 """Profiles and plans come back from their files as they were, or not at all."""
 
 import os
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,19 @@ def test_keys_tell_steps_apart() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert key != key_of_step(module, (x,), CPU)
     assert not key_of_step(nn.LazyLinear(3), (x,), CPU)
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("cuda.matmul", "tf32"), ("cudnn.conv", "ieee"), ("mkldnn.matmul", "bf16")]
+)
+def test_backends_may_compute_float32_each_in_its_way(backend: str, precision: str) -> None:
+    """Torch's one name for all of them raises then, and so did every run with a budget."""
+    module, x = chain()
+    key = key_of_step(module, (x,), CPU)
+    operators = attrgetter(backend)(torch.backends)
+    before = operators.fp32_precision
+    operators.fp32_precision = precision
+    try:
+        assert key_of_step(module, (x,), CPU) != key
+    finally:
+        operators.fp32_precision = before

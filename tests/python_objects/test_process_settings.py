@@ -64,6 +64,15 @@ def handling() -> Iterator[None]:
     HANDLERS.pop()
 
 
+@contextmanager
+def rough_products_of_one_backend() -> Iterator[None]:
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    yield
+    matmul.fp32_precision = before
+
+
 class Net(nn.Module):
     def __init__(self, context: Callable[[], Any]) -> None:
         super().__init__()
@@ -96,6 +105,7 @@ def seen_in(context: Callable[[], Any]) -> set[str]:
         (parametrize.cached, {"cached parametrizations"}),
         (lambda: torch.autograd.set_detect_anomaly(True), {"detection of anomalies"}),
         (rough_products, {"precision of float32 products"}),
+        (rough_products_of_one_backend, {"precision of float32 products"}),  # of which torch's name for all raises
         (torch.sparse.check_sparse_tensor_invariants, {"checks of sparse tensors"}),
         (warnings.catch_warnings, {"filters of warnings"}),
         (lambda: redirect_stdout(io.StringIO()), {"the standard output"}),
