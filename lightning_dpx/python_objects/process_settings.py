@@ -39,6 +39,13 @@ def float32_precision() -> tuple[str, ...]:
     )
 
 
+def gpus_compute_in_tf32() -> bool:
+    """Whether GPUs round float32 numbers to ten bits of mantissa, in products or convolutions."""
+    backends: Any = torch.backends
+    operators = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    return any(kind.fp32_precision == "tf32" for kind in operators)
+
+
 _SETTINGS: dict[str, Callable[[], object]] = {
     "torch's default dtype": torch.get_default_dtype,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from lightning_dpx.python_objects.process_settings import SettingsWatch
+from lightning_dpx.python_objects.process_settings import SettingsWatch, gpus_compute_in_tf32
 
 HANDLERS = list[str]()
 CACHE = dict[int, torch.Tensor]()
@@ -141,3 +141,16 @@ def handled(rows):
     with watch:
         net.step(torch.ones(2))
     assert watch.switched == {"handlers_of_effects.STACK"}
+
+
+def test_gpus_that_are_asked_for_whole_float32_do_not_compute_in_tf32() -> None:
+    """It was taken for granted, as the older names raise: checks on GPUs passed what differs in the fourth digit."""
+    backends: Any = torch.backends
+    assert gpus_compute_in_tf32()  # torch's default for convolutions
+    before = backends.fp32_precision
+    backends.fp32_precision = "ieee"
+    try:
+        assert not gpus_compute_in_tf32()
+    finally:
+        backends.fp32_precision = before
+    assert gpus_compute_in_tf32()

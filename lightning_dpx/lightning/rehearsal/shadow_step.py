@@ -40,6 +40,7 @@ from lightning_dpx.lightning.rehearsal.shadow import (
     with_copied_optimizers,
 )
 from lightning_dpx.python_objects.overrides import overridden
+from lightning_dpx.python_objects.process_settings import gpus_compute_in_tf32
 from lightning_dpx.replicas import MergeRules, ReplicaSet, first_loss
 from lightning_dpx.replicas.merging.tolerance import Tolerance
 from lightning_dpx.step import TrainingStep
@@ -371,19 +372,12 @@ def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: I
             dtypes.append(torch.get_autocast_dtype(kind))
     eps = {dtype: torch.finfo(dtype).eps for dtype in dtypes}
     coarsest = max(eps, key=lambda dtype: eps[dtype])
-    if kind == "cuda" and coarsest == torch.float32 and _uses_tf32():
+    if kind == "cuda" and coarsest == torch.float32 and gpus_compute_in_tf32():
         coarsest = torch.float16  # ten bits of mantissa, as TF32
     # Rounding grows with how many numbers are added up, of which the largest tensor is a bound.
     numbers = [leaf.numel() for leaf in tree_leaves(call.args[0]) if isinstance(leaf, torch.Tensor)]
     largest = max((parameter.numel() for parameter in module.parameters()), default=1)
     return Tolerance.of(coarsest, max([largest, *numbers]))
-
-
-def _uses_tf32() -> bool:
-    try:
-        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:  # the process has used torch's other way of asking for it
-        return True
 
 
 def _call_before_steps(optimizer: Any, note: Callable[..., None]) -> None:
