@@ -9,6 +9,8 @@ from lightning_dpx.lightning.rehearsal.comparison.parity_report import Compariso
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.merging.rules import MEANS, Kind
 
+Key = tuple[str, int]  # the name of a step, and the index of its loader
+
 
 class RehearsalEnded(Exception):  # noqa: N818  no failure of what was rehearsed
     """Says what becomes of a rehearsal, and of the step from here on."""
@@ -64,6 +66,11 @@ class Call:
             index: int = self.args[2]
             return index
         return 0
+
+    @property
+    def key(self) -> Key:
+        """What rules are found for: by loader, as each may give batches of another kind."""
+        return self.name, self.dataloader_idx
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRu
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
-from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, Outcome, PartsAppear, SlicesFail
+from lightning_dpx.lightning.rehearsal.outcome import Call, Key, NotRehearsed, Outcome, PartsAppear, SlicesFail
 from lightning_dpx.lightning.rehearsal.recurrence import Recurrence
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
-from lightning_dpx.lightning.rehearsal.spot_checks import Key, SpotChecks
+from lightning_dpx.lightning.rehearsal.spot_checks import SpotChecks
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.python_objects.trial_garbage import TRIAL_GARBAGE
@@ -91,7 +91,7 @@ class Rehearsals:
         """For a while, results of this step are merged by ``judge``; no rule that is found meanwhile remains."""
         rules = dict(self._rules)
         if judge is not None:
-            rules[call.name, call.dataloader_idx] = judge
+            rules[call.key] = judge
         # A rehearsal that fails half-way leaves no rule behind.
         with overridden(self, _rules=rules):
             yield
@@ -119,9 +119,8 @@ class Rehearsals:
         Raises:
             ParityError: it is not what it is on one device, and ``verify="raise"``.
         """
-        idx = args[2] if name != "training_step" and len(args) > 2 else 0
-        key = name, idx
-        # By loader: each may give batches of another kind, which a step treats by dataloader_idx.
+        call = _call_of(name, slices, args, kwargs)
+        key = call.key
         if not is_known:
             self._follow_recurrence(key)
         is_open = key not in self._done or self._is_outdated(key)
@@ -131,14 +130,14 @@ class Rehearsals:
             # Before the rehearsal, which may have the batch cut otherwise and come by here again.
             self._done.add(key)
             with self._trial():
-                self._rehearse(_call_of(name, slices, args, kwargs))
+                self._rehearse(call)
         elif len(slices) > 1 and _least_rows_of(slices) < self._least_rows.get(key, 0):
             with self._trial():
-                rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
+                rehearses = self._check_smaller_slices(call, _least_rows_of(slices))
         elif key in self._found and len(slices) > 1 and not self._lacks_room(name):
             if not is_known and self._spot_checks.is_due(key):
                 with self._trial():
-                    rehearses = self._look_again(_call_of(name, slices, args, kwargs))
+                    rehearses = self._look_again(call)
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
@@ -218,7 +217,7 @@ class Rehearsals:
             call: Of the step.
             fresh: Paths of what it does that no rehearsal has seen before.
         """
-        before = self.rules(call.name, call.dataloader_idx)
+        before = self.rules(*call.key)
         before.news.is_pending = False
         news = self._take_news(call.name, before) | before.news.unchecked | fresh
         found = self._try(call)
@@ -263,7 +262,7 @@ class Rehearsals:
             news: What the step did for the first time since an earlier rehearsal.
         """
         strategy = self._strategy
-        key = (call.name, call.dataloader_idx)
+        key = call.key
         # Remembered by the stage: a batch that does not divide evenly has its step on one device.
         if rehearsal.needs_equal_slices:
             strategy.session.whole_batches.keep_unequal(call.name)
@@ -300,7 +299,7 @@ class Rehearsals:
 
         Returns whether the batch may have to be cut in another way now.
         """
-        key = (call.name, call.dataloader_idx)
+        key = call.key
         rules = self.rules(*key)
         strategy = self._strategy
         try:
@@ -361,7 +360,7 @@ class Rehearsals:
             return True
         except (NotRehearsed, PartsAppear):
             return False  # whatever it is, the step itself meets it
-        self._least_rows[call.name, call.dataloader_idx] = rows
+        self._least_rows[call.key] = rows
         return False
 
     def _narrow(self, key: Key, outcome: Outcome) -> None:

@@ -7,13 +7,12 @@ batches lie between two looks, so they cost nothing in the long run.
 
 from collections.abc import Sequence
 
+from lightning_dpx.lightning.rehearsal.outcome import Key
 from lightning_dpx.powers import is_power_of_two
 
 _PARTS = (0.5, 0.0, 1.0, 0.25, 0.75)  # of the rows that are not taken, how many lie in front of those that are
 # What else a step does, the first rehearsal judges: it runs a second step, which a look at some rows does not.
 _TOLD = ("loss", "gradient", "new weight", "logged value", "output", "kept value")
-
-Key = tuple[str, int]  # the name of a step, and the index of its loader
 
 
 class SpotChecks:
