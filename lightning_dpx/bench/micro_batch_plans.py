@@ -166,7 +166,7 @@ class _Model:
             step = self._step(self.module, number)
             found.append(_Entry("micro-batches", share, step, self._peaks[number]))
         plans: dict[str, Callable[[], MemoryPlan]] = {
-            "plan alone": lambda: plan_profile(self.module, self._profile(self.rows, False), budget),
+            "plan alone": lambda: plan_profile(self.module, self._profile(self.rows, accumulates=False), budget),
             "both": lambda: plan_in_micro_batches(self.rows, self._profile, self._plan, budget)[0],
         }
         for way, make in plans.items():
@@ -194,7 +194,7 @@ class _Model:
         self._missing(f"{self.name}: no number of micro-batches takes {budget} bytes without a plan")
         return None
 
-    def _profile(self, rows: int, accumulates: bool) -> Profile:
+    def _profile(self, rows: int, /, *, accumulates: bool) -> Profile:
         # From the second micro-batch on gradients are added to those that are there, which takes
         # memory of its own: hence two profiles for a number of rows.
         if (rows, accumulates) not in self._profiles:

@@ -7,7 +7,7 @@ a half and a quarter of the rows --choose_micro_batches--> a number --profile of
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
@@ -27,9 +27,15 @@ from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.data import Profile
 
 MicroBatchNumber = int | Literal["auto"]
-ProfileOf = Callable[[int, bool], Profile]  # of so many rows, and whether gradients are added to earlier ones
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
 _NOTHING = BesideActivations()
+
+
+class ProfileOf(Protocol):
+    """Profiles a step."""
+
+    def __call__(self, rows: int, /, *, accumulates: bool) -> Profile:
+        """The step on so many rows; ``accumulates`` tells whether its gradients are added to earlier ones."""
 
 
 class TooFewRowsError(PlanError):
@@ -75,11 +81,11 @@ def plan_fixed_micro_batches(
     """
     number = min(number, rows)  # none is empty
     if number == 1:
-        return plan_of(profile_of(rows, False), budget)
+        return plan_of(profile_of(rows, accumulates=False), budget)
     # Rows are dealt out as evenly as they can be: some micro-batches have one more than the
     # others.
-    parts = {size: profile_of(size, True) for size in sizes_of_parts(rows, number)}
-    profiles = ProfilesByRows(profile_of(rows, False), rows, parts, seconds_each)
+    parts = {size: profile_of(size, accumulates=True) for size in sizes_of_parts(rows, number)}
+    profiles = ProfilesByRows(profile_of(rows, accumulates=False), rows, parts, seconds_each)
     candidate = candidate_of(profiles, number, budget)
     plan = plan_of(candidate.profile, budget)
     return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
@@ -117,7 +123,7 @@ def plan_in_micro_batches(
     Raises:
         BudgetError: the budget cannot be met, whatever the number.
     """
-    whole = whole or profile_of(rows, False)
+    whole = whole or profile_of(rows, accumulates=False)
     measured = _MeasuredSizes(whole, rows, profile_of, seconds_each, runs_twice=runs_twice)
     return _NumberSearch(measured, plan_of, budget, beside, margin).run()
 
@@ -160,10 +166,10 @@ class _MeasuredSizes:
         """Profiles the largest of ``number`` micro-batches, and tells how many are possible as far as that shows."""
         size = largest_rows(self.rows, number)
         try:
-            self._parts[size] = self._profile_of(size, True)
+            self._parts[size] = self._profile_of(size, accumulates=True)
             # What fails on few rows does so on a single one, and the smallest micro-batch may have one row less.
             if self.rows // number == 1 < size:
-                self._parts[1] = self._profile_of(1, True)
+                self._parts[1] = self._profile_of(1, accumulates=True)
         except TooFewRowsError:
             few = size
             if size in self._parts:

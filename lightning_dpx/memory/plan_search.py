@@ -247,7 +247,7 @@ def _planned_in_parts(
     """
     rows, cut = first_rows(batch)
 
-    def of_rows(count: int, accumulates: bool) -> Profile:
+    def of_rows(count: int, /, *, accumulates: bool) -> Profile:
         if count == rows:
             return whole
         try:

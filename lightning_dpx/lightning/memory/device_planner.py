@@ -95,7 +95,7 @@ class DevicePlanner:
             return self.whole
         return self._profile_of_part(plan.micro_batch_rows)
 
-    def _profile(self, rows: int, accumulates: bool) -> Profile:
+    def _profile(self, rows: int, /, *, accumulates: bool) -> Profile:
         if accumulates:
             return self._profile_of_part(rows)
         return self._profile_of_slice(rows)

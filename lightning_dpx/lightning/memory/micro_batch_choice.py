@@ -151,12 +151,13 @@ class MicroBatchChooser:
         device = batch_slice.replica.device
         rows, batch_of = first_rows_of(replicas, batch_slice)
         # Then backward adds to gradients that are there, in one piece as well as in micro-batches.
-        accumulates = keeps_gradients(session.trainer)
+        finds_gradients = keeps_gradients(session.trainer)
 
         cache = session.strategy.planning.cache
 
-        def profile_of(count: int, adds: bool) -> Profile:
-            known = self.tried.get((count, adds or accumulates))
+        def profile_of(count: int, /, *, accumulates: bool) -> Profile:
+            accumulates |= finds_gradients
+            known = self.tried.get((count, accumulates))
             if known is not None:  # of another device, whose plan may have another limit
                 return known
             part = BatchSlice(batch_slice.replica, count, batch_of(count))
@@ -164,8 +165,8 @@ class MicroBatchChooser:
             def profiled() -> list[list[Profile]]:
                 announce_profile(count, device)
                 try:
-                    added = adds or accumulates
-                    return [[profile_slice(replicas, part, run, device, accumulates=added, parts=-(-rows // count))]]
+                    parts = -(-rows // count)
+                    return [[profile_slice(replicas, part, run, device, accumulates=accumulates, parts=parts)]]
                 # These keep their type, by which callers tell them apart.
                 except (DPXError, torch.OutOfMemoryError):
                     raise
@@ -178,11 +179,11 @@ class MicroBatchChooser:
 
             key = ""
             if cache.is_on:
-                others = (device,), count, [count], (), adds or accumulates
+                others = (device,), count, [count], (), accumulates
                 key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
             # No other process is asked: with several of them nothing is chosen.
             profile = cache.profiles([key], profiled, bool, devices=[[device]])[0][0]
-            self.tried[count, adds or accumulates] = profile
+            self.tried[count, accumulates] = profile
             return profile
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:

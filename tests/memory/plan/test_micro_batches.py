@@ -154,7 +154,7 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
     """What lies between two sizes was guessed, and a kernel may take another way on few rows."""
     tried: list[int] = []
 
-    def profile_of(rows: int, _adds: bool) -> Profile:
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
         tried.append(rows)
         steps_more = 6 if rows == 4 else rows
         return part(steps_more, 0.0)
@@ -168,7 +168,7 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
 def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
     """The last size that a guess said to fit takes more, and so do all that are larger."""
 
-    def profile_of(rows: int, _adds: bool) -> Profile:
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
         return part(rows if rows == 1 else max(5, rows), 0.0)
 
     _plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, int(3.5 / ROWS * WHOLE.peak))
@@ -179,7 +179,7 @@ def test_a_refusal_counts_what_micro_batches_leave_beside_them() -> None:
     aside = WHOLE.peak // 2
     beside = BesideActivations(gradients=aside)
     with pytest.raises(dpx.BudgetError, match=r"In \d+ micro-batches of \d+ rows?, beside .* of gradients") as refused:
-        plan_in_micro_batches(ROWS, lambda rows, _adds: part(rows, 0.0), keep_all, aside + 1, beside=beside)
+        plan_in_micro_batches(ROWS, lambda rows, accumulates: part(rows, 0.0), keep_all, aside + 1, beside=beside)
     assert refused.value.smallest is not None
     assert refused.value.smallest > aside + 1
 
@@ -189,7 +189,7 @@ def test_every_micro_batch_has_its_buffers_beside_its_activations() -> None:
 
     def choice_within(budget: int) -> int:
         beside = BesideActivations(buffers=each)
-        found = plan_in_micro_batches(ROWS, lambda rows, _adds: part(rows, 0.0), keep_all, budget, beside=beside)
+        found = plan_in_micro_batches(ROWS, lambda rows, accumulates: part(rows, 0.0), keep_all, budget, beside=beside)
         return found[1].candidate.number
 
     number = choice_within(WHOLE.peak // 2)
