@@ -10,7 +10,7 @@ import operator
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -23,6 +23,7 @@ from lightning_dpx.replicas import ReplicaSet
 # which took a third of the reduction's time in a module of 2,000 parameters.
 _AT_A_TIME = 64
 _DEVICE = operator.attrgetter("device")  # mapped over every parameter of every step, not looped
+_KIND = operator.attrgetter("device", "dtype", "shape", "requires_grad")  # what a reduction depends on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,15 @@ class _Bucket:
     owners: list[int]
     owned: list[torch.nn.Parameter]
     names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _TriedReduction:
+    """What a reduction has taken: of the gradients of ``active`` replicas, for parameters of these kinds (K x N)."""
+
+    active: set[int]
+    kinds: list[list[tuple[Any, ...]]]
+    taken: dict[torch.device, int]
 
 
 class GradientSums:
@@ -104,6 +114,7 @@ class GradientSums:
         if several_devices and self._gradient_buckets > 0 and parameters[0]:
             self.overlapped = OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
         self._buckets = self._make_buckets()
+        self._tried: _TriedReduction | None = None
         self._known_buckets: dict[int, _Bucket] = {}  # by their first parameter
 
     def exchange_reducer(self, reducer: str | GradientReducer) -> None:
@@ -274,17 +285,33 @@ class GradientSums:
     def reduction_bytes(self, active: Collection[int]) -> dict[torch.device, int]:
         """What a reduction takes on every device beside the gradients, at its peak: tried on zeros, bucket by bucket.
 
+        Tried once for the same gradients: the zeros are as large as they are, and later steps, which ask again, have
+        room for what was planned only.
+
         Args:
             active: The replicas that have gradients.
         """
         columns = [replica.parameters for replica in self._replicas.primaries]
+        if len(columns) == 1:  # nothing travels
+            return self._no_bytes(columns)
+        kinds = [[_KIND(parameter) for parameter in column] for column in columns]
+        if self._tried is None or self._tried.active != set(active) or self._tried.kinds != kinds:
+            self._tried = _TriedReduction(set(active), kinds, self._try_reduction(active, columns))
+        return dict(self._tried.taken)
+
+    def _no_bytes(self, columns: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.device, int]:
+        """Of every device that a reduction may take memory on."""
         # Parameters of shifted parts lie on other devices, and so do their sums.
         places: set[torch.device] = set()
         for column in columns:
             places.update(canonical_device(parameter.device) for parameter in column)
-        most = dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
-        if len(columns) == 1:  # nothing travels
-            return most
+        return dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
+
+    def _try_reduction(
+        self, active: Collection[int], columns: Sequence[Sequence[torch.nn.Parameter]]
+    ) -> dict[torch.device, int]:
+        """Bytes by device of a reduction of zeros."""
+        most = self._no_bytes(columns)
         for bucket in self._buckets:
             trained = [index for index in bucket if columns[0][index].requires_grad]
             if not trained:

@@ -141,6 +141,24 @@ def test_what_a_reduction_takes_is_what_the_allocator_sees(reducer: str, packs: 
     replicas.close()
 
 
+def test_later_steps_do_not_try_the_reduction_again(sim: Any) -> None:
+    """Its zeros are as large as the gradients, for which a planned step has no room."""
+    devices = [torch.device("sim", index) for index in range(2)]
+    replicas = ReplicaSet(tower().to(devices[0]), devices)
+    step = TrainingStep(replicas, "naive")
+    predicted = step.sums.reduction_bytes([0, 1])
+    sim.reset_peak_memory_stats(devices[0])
+    before = sim.memory_allocated(devices[0])
+    assert step.sums.reduction_bytes([0, 1]) == predicted
+    assert sim.max_memory_allocated(devices[0]) == before
+    assert not any(step.sums.reduction_bytes([]).values()), "of other replicas it is another one"
+    for parameter in replicas.root.parameters:
+        parameter.requires_grad_(requires_grad=False)
+    assert not any(step.sums.reduction_bytes([0, 1]).values()), "and of other gradients, too"
+    step.close()
+    replicas.close()
+
+
 def test_a_budget_that_the_reduction_breaks_is_refused_with_both_numbers() -> None:
     with pytest.raises(dpx.BudgetError, match=r"takes .* with 1\.60 MiB that the reduction .* gradient_buckets"):
         trained(tower(dropout=0.0), 2, memory_budget="3MiB", reducer="collective", gradient_buckets=0)
