@@ -186,6 +186,10 @@ class EvaluationCuts:
             place = partition.device_of[here[0].replica.index]
             # Never fewer, as an earlier loader or a larger batch needed them.
             if number > numbers[place]:
+                # No number but the one that was asked for, whose bits may matter; what that means is said.
+                if not session.options.chooses_micro_batches:
+                    self._tell_of_too_few(takes, needs.peak(rows, numbers[place]), numbers[place], number)
+                    continue
                 numbers[place] = number
                 said.append(f"{takes}: it runs in {number} micro-batches ({format_bytes(needs.peak(rows, number))})")
         if not said:
@@ -197,6 +201,13 @@ class EvaluationCuts:
         rank_zero_info(f"dpx: {self._why_cut}.")
         session.rehearsals.reopen(name)
         return True
+
+    def _tell_of_too_few(self, takes: str, peak: int, given: int, number: int) -> None:
+        in_so_many = f", in {given} micro-batches {format_bytes(peak)}" if given > 1 else ""
+        rank_zero_warn(
+            f"dpx: {takes}{in_so_many}. It exceeds that, as micro_batches={self._session.options.micro_batches} was "
+            f"asked for; micro_batches='auto' would run it in {number}."
+        )
 
     def leave(self, name: str, reason: str) -> bool:
         """Takes a cut back after a rehearsal: micro-batches are not what one device gives.

@@ -217,7 +217,7 @@ class StepMemory(NoStepMemory):
 
     def cuts_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Looks at the first batch of an evaluation, and at larger ones."""
-        if not self._session.options.chooses_micro_batches:
+        if self._session.options.memory_budget is None:
             return False
         return self._evaluation.cut(name, args, kwargs, self._static_memory)
 

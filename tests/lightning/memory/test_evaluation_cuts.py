@@ -214,8 +214,22 @@ def test_steps_by_hand_train_on_as_before(sim, hardware, devices, one_device) ->
 
 def test_a_number_that_was_asked_for_is_no_other_in_evaluation(one_device, caplog) -> None:
     caplog.set_level("INFO")
-    torch.testing.assert_close(evaluated(Wide(), 3 << 20, micro_batches=2), one_device)
+    with pytest.warns(UserWarning, match=r"_step on 256 rows .* in 2 .* micro_batches=2 was asked for; .* in 3"):
+        torch.testing.assert_close(evaluated(Wide(), 3 << 20, micro_batches=2), one_device)
     assert "it runs in" not in said(caplog)
+
+
+def test_one_piece_that_was_asked_for_and_exceeds_the_budget_is_told_of() -> None:
+    module = Wide()
+    trainer = make_trainer(strategy=dpx.DPXStrategy(memory_budget=static(module) // 2 + (3 << 20), micro_batches=1))
+    with pytest.warns(UserWarning, match=r"predict_step on 256 rows takes .*\. It exceeds that, as micro_batches=1 "):
+        predicted = torch.cat(trainer.predict(module, large_batches()))
+    plain = torch.cat(make_trainer().predict(module, large_batches()))
+    assert torch.equal(predicted, plain)
+    fitting = make_trainer(strategy=dpx.DPXStrategy(memory_budget=static(module) + (64 << 20), micro_batches=1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx:")
+        fitting.predict(module, large_batches())
 
 
 def test_a_larger_batch_is_looked_at_again_and_a_smaller_one_is_not(caplog) -> None:
