@@ -777,6 +777,25 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     return views
 
 
+# Under such names fully_shard and its like keep what they know of a module.
+COMPOSABLE_STATE = "__composable_api_"
+
+
+def is_layout_hook(hook: Any) -> bool:
+    """Whether ``parallelize_module`` has registered it: it brings what a module is given, or gives, to another layout.
+
+    What was given to ``distribute_module`` for that may do anything, unless it is torch's own.
+    """
+    home = getattr(hook, "__module__", "")
+    if home == "torch.distributed.tensor._api":
+        for cell in hook.__closure__ or ():
+            given = getattr(cell.cell_contents, "func", cell.cell_contents)
+            if callable(given) and not given.__module__.startswith("torch.distributed.tensor."):
+                return False
+        return True
+    return bool(home == "torch.distributed.tensor.parallel.style")
+
+
 def on_distributed_tensors(types: Any) -> bool:
     """Whether an operator takes tensors of which each process has a part (DTensor).
 
@@ -815,7 +834,8 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
     "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
-    "compiler_apart", "COMPILER_TYPES", "CompileSettings", "current_function_mode", "current_graph_task_id",
+    "compiler_apart", "COMPILER_TYPES", "CompileSettings", "COMPOSABLE_STATE", "current_function_mode",
+    "current_graph_task_id",
     "default_store", "disable_current_modes", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "dynamo_config", "end_legacy_profiler", "engine_code",
     "execution_engine", "fake_store", "FakeTensor", "FakeTensorMode", "find_compile_backend", "flatten_dense",
@@ -823,7 +843,7 @@ __all__ = [
     "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
     "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_parameters",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
-    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_offloaded",
+    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_layout_hook", "is_offloaded",
     "is_torch_function_mode_enabled",
     "is_traceable_wrapper_subclass", "is_view", "key_of", "len_torch_dispatch_stack", "len_torch_function_stack",
     "make_wrapper_subclass", "mark_as_parameter", "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload",

@@ -40,7 +40,7 @@ from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.memory.profile.abstract import first_rows
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.sharding import plan_of_first_rank
+from lightning_dpx.memory.sharding import is_tensor_parallel, plan_of_first_rank
 from lightning_dpx.progress import shown
 from lightning_dpx.units import parse_bytes, parse_share
 
@@ -72,8 +72,8 @@ def search_plan(
     as what it was before, on the device where it is; all processes of the default group call this, each with rows of
     the same shapes, and all get the plan of the first. The budget is that of one process. Gathered parameters and
     gradients come on top. A module whose step talks to other processes, as tensor-parallel layers do, is profiled by
-    all of them at once, too; each process gets a plan of its own, in which nothing is recomputed that would need the
-    others.
+    all of them at once, too; each process gets a plan of its own. In tensor-parallel modules that includes calls in
+    which processes meet: what collectives gave is kept for the replay, which asks no other process.
 
     With ``device`` nothing is computed and nothing allocated: the step runs on fake tensors, as it would on that
     device, which need not be there. The module and the batch may be on the meta device.
@@ -95,6 +95,7 @@ def search_plan(
             rows (of dim 0) instead, with a warning.
         plan_cache: Whether a plan that an earlier call made for the same module, code, shapes, budget, planner and
             versions is found again, and in which folder: ``True`` for the user's own. Nothing looks at the step then.
+            Off for sharded and tensor-parallel modules: processes that find different things there would not meet.
         progress: Whether a bar on standard error, if that is a terminal, shows how far it is after two seconds.
         micro_batches: Into how many micro-batches (of dim 0) a step is cut, each of which runs forward and backward
             before the next; ``"auto"`` is the number with which a step is fastest within the budget. The plan is for
@@ -128,7 +129,8 @@ def search_plan(
     if is_sharded and device is None:
         # Asked before its parameters are whole, and nowhere.
         device = device_of(module, batch)
-    cache = PlanCache(False if is_sharded else plan_cache, _LOG.warning)
+    # What one process finds in a cache another may not, and steps in which they meet are run by all or by none.
+    cache = PlanCache(False if is_sharded or is_tensor_parallel(module) else plan_cache, _LOG.warning)
     with (
         shown("planning memory", enabled=progress),
         unwrapped(module) as whole,

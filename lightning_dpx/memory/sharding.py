@@ -40,6 +40,7 @@ from lightning_dpx.torch_compat import (
     forward_hooks_of,
     forward_pre_hooks_of,
     gathered_parameters,
+    on_distributed_tensors,
     parameters_of,
     precision_policy_of,
 )
@@ -128,6 +129,11 @@ def profile_unsharded(
                 f"branches on tensors (what is logged can stay a tensor); or {way_out}."
             ) from error
         raise PlanError(f"{error} A sharded module is planned on fake tensors; {way_out}.") from error
+
+
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether this process has a part of some parameter (DTensor), and the other parts are elsewhere."""
+    return on_distributed_tensors(map(type, module.parameters()))
 
 
 def plan_of_first_rank(make: Callable[[], _T]) -> _T:

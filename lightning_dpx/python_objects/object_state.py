@@ -39,6 +39,7 @@ class ObjectState:
             may be at work there.
         objects: Also what these hold, by path.
         most: So many objects are looked at, the nearest ones first.
+        sharding: Also what ``fully_shard`` keeps of a module.
 
     Attributes:
         obstacle: Why it cannot be told whether something changed; empty if it can.
@@ -56,8 +57,9 @@ class ObjectState:
         only_own: bool = False,
         objects: Mapping[str, Any] = types.MappingProxyType({}),
         most: int = MOST_OBJECTS,
+        sharding: bool = True,
     ) -> None:
-        options = WalkOptions(follow_code=follow_code, copies=copies, only_own=only_own, most=most)
+        options = WalkOptions(follow_code=follow_code, copies=copies, only_own=only_own, most=most, sharding=sharding)
         walk = ObjectWalk(modules, classes, objects, options)
         self.obstacle: str = walk.obstacle
         self.outside: list[nn.Module] = walk.outside

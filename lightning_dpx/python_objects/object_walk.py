@@ -60,7 +60,7 @@ from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, state_of
 from lightning_dpx.python_objects.reachable import globals_of, is_plain_function
-from lightning_dpx.torch_compat import OpOverload, OpOverloadPacket
+from lightning_dpx.torch_compat import COMPOSABLE_STATE, OpOverload, OpOverloadPacket
 from lightning_dpx.units import MIB
 
 # A LightningModule keeps what runs it under these names, and behind a trainer lies the whole run.
@@ -103,12 +103,14 @@ class WalkOptions:
         only_own: Nothing behind objects whose class is of an installed package, or in large containers: other threads
             may be at work there.
         most: So many objects are looked at, the nearest ones first.
+        sharding: Also to what ``fully_shard`` keeps of a module.
     """
 
     follow_code: bool = True
     copies: bool = False
     only_own: bool = False
     most: int = MOST_OBJECTS
+    sharding: bool = True
 
     @property
     def most_copied(self) -> int:
@@ -169,7 +171,7 @@ class ObjectWalk:
             if key in _TRAINERS:
                 if value is not None:
                     self._stop(f"{name} belongs to a trainer")
-            elif key not in OF_EVERY_MODULE:
+            elif key not in OF_EVERY_MODULE and (self._options.sharding or not key.startswith(COMPOSABLE_STATE)):
                 self._waiting.append((f"{name}.{key}", value))
 
     def _add_class(self, kind: type) -> None:

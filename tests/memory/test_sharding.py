@@ -150,12 +150,12 @@ def test_units_that_are_tensor_parallel_as_well_are_planned() -> None:
     steps = Steps(sharded_in_two_dims(), torch.randn(2048, WIDTH))
     before = steps.gradients()
     unplanned = steps.peak()
-    plan = dpx.search_plan(steps.model, steps.x, budget=0.93)
+    plan = dpx.search_plan(steps.model, steps.x, budget=0.6)
     found = followed(steps, plan, plan.peak)
-    assert found["dropped"]
+    assert plan.replayed  # blocks, within which processes meet
     assert found["same"]
     assert found["peak"] <= plan.peak * 1.05
-    assert found["peak"] < 0.97 * unplanned
+    assert found["peak"] < 0.65 * unplanned
     assert all(map(torch.equal, steps.gradients(), before))
 
 

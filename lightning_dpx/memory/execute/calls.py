@@ -14,9 +14,9 @@ as ``torch.utils.checkpoint`` calls it, with hooks that catch what autograd save
 buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
 attributes, classes and globals lead to (see :mod:`lightning_dpx.python_objects.object_state`); they lead to something
 whose state cannot be seen, such as an iterator; it has hooks of others, takes objects that may have changed, runs under
-a function mode, or talks to other processes. Random numbers, wherever they are drawn, and what the attributes lead
-to are as they were when the call began, and are put back. The profile makes every call once more before a
-plan relies on it, and compares all numbers.
+a function mode, or talks to other processes (but see ``recorded_collectives.py``). Random numbers, wherever they are
+drawn, and what the attributes lead to are as they were when the call began, and are put back. The profile makes every
+call once more before a plan relies on it, and compares all numbers.
 """
 
 import copy
@@ -100,6 +100,7 @@ class Call:
         outcome: The value that the call has become, weakly, once something is to be picked from it.
         is_counted: Whether all that autograd has saved since it began was counted.
         draws: The random numbers that it draws.
+        is_distributed: Whether processes have parts of the module's parameters, and so meet in it as a rule.
     """
 
     def __init__(
@@ -114,12 +115,14 @@ class Call:
         self._anatomies = Anatomies() if anatomies is None else anatomies
         self._is_over = False
         self._obstacle = self.arguments.obstacle or _obstacle_around()
+        self.is_distributed: bool = False
         held = list[Any]()
         if self._obstacle:  # what attributes hold would be held for nothing, and walked
             anatomy = Anatomy(uncompiled_of(module), looks=False)
         else:
             anatomy, held = self._anatomies.of(uncompiled_of(module))
             self._obstacle = anatomy.obstacle
+            self.is_distributed = anatomy.is_distributed
         if self._obstacle:
             self.arguments.forget()
             held = []

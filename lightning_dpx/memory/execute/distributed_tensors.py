@@ -18,7 +18,15 @@ import torch
 
 from lightning_dpx.memory.execute.recipes import VIEWS
 from lightning_dpx.memory.execute.values import refuse
-from lightning_dpx.torch_compat import FakeTensor, key_of, on_distributed_tensors, output_metadata, version_counter
+from lightning_dpx.torch_compat import (
+    FakeTensor,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+    key_of,
+    on_distributed_tensors,
+    output_metadata,
+    version_counter,
+)
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -58,12 +66,10 @@ class DistributedValue:
         self._size = tensor.size()
         self._stride = tensor.stride()
         self._version = version_counter(tensor)
-        self._counter = tensor.detach()  # shares the version, and shall not hold the part
-        nothing = torch.empty(0, dtype=tensor.dtype)
+        self._counter = without_part(tensor)
         for name, value in self._consists_of.items():
             if isinstance(value, torch.Tensor):
-                setattr(self._counter, name, nothing)
-                self._consists_of[name] = nothing
+                self._consists_of[name] = getattr(self._counter, name)
         self.held: Any = held
 
     def read(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -86,6 +92,22 @@ class DistributedValue:
         return whole
 
 
+def without_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What counts the writes to ``tensor``, as that does itself, without its memory."""
+    counter: Any = tensor.detach()  # shares the count, also after its data were exchanged
+    with disable_current_modes():  # no operator of the step, which something may be watching
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    if is_traceable_wrapper_subclass(counter):
+        names, _ = counter.__tensor_flatten__()
+        for name in names:
+            if isinstance(getattr(counter, name), torch.Tensor):
+                setattr(counter, name, nothing)
+    else:
+        counter.data = nothing
+    found: torch.Tensor = counter
+    return found
+
+
 def part_of(tensor: Any) -> torch.Tensor | None:
     """The part that this process has of ``tensor``; ``None`` of others, and while it is still on its way."""
     if not on_distributed_tensors((type(tensor),)):
@@ -97,6 +119,14 @@ def part_of(tensor: Any) -> torch.Tensor | None:
     if len(parts) != 1 or type(parts[0]) not in (torch.Tensor, FakeTensor):
         return None
     return parts[0].detach()
+
+
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """The part that this process has of a distributed tensor, once it has arrived; any other tensor as it is."""
+    if not on_distributed_tensors((type(tensor),)):
+        return tensor
+    part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return part
 
 
 def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, int], Any]) -> Origin | None:
@@ -119,7 +149,9 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
         known = made_by(node, output) if is_plain else None
         identity = None if known is None else known.identity
         if identity is not None and identity.storage == key_of(part.untyped_storage()):
-            return Origin(part.as_strided(identity.size, identity.stride, identity.offset), node, output)
+            with disable_current_modes():  # likewise
+                base = part.as_strided(identity.size, identity.stride, identity.offset)
+            return Origin(base, node, output)
         name = node.name()
         if name != _FROM_LOCAL and name not in VIEWS and name not in _RESHAPES:
             break
@@ -134,4 +166,5 @@ def origin_of(tensor: torch.Tensor, part: torch.Tensor, made_by: Callable[[Any, 
     like = output_metadata(node)[output]
     if like.dtype != part.dtype or torch.Size(like.shape).numel() != part.numel():
         return None
-    return Origin(part.view(torch.Size(like.shape)), node, output)
+    with disable_current_modes():
+        return Origin(part.view(torch.Size(like.shape)), node, output)

@@ -138,6 +138,9 @@ class GraphTape:
         """The value that ``call`` becomes, and which output to select from it."""
         if call.obstacle:
             raise NotRecomputable(f"{call.name!r} cannot be called again: {call.obstacle}")
+        # What collectives have given is kept for calls that are replayed as a whole alone.
+        if call.is_distributed:
+            raise NotRecomputable(f"{call.name!r} cannot be called again for some of its tensors: processes meet in it")
         outcome: Value | None = call.outcome() if call.outcome is not None else None
         if outcome is None:
             outcome = Value("", f"a call of {type(call.module).__name__}")

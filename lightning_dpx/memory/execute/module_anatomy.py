@@ -21,6 +21,8 @@ from lightning_dpx.python_objects.same_values import SameValues
 from lightning_dpx.torch_compat import (
     forward_hooks_of,
     forward_pre_hooks_of,
+    is_layout_hook,
+    on_distributed_tensors,
     parameters_of,
     submodules_of,
     version_counter,
@@ -41,6 +43,7 @@ class Anatomy:
     Attributes:
         parts: The module and those in it.
         parameters: Of all of them.
+        is_distributed: Whether processes have parts of these, as of tensor-parallel ones, also in a forward.
         state: What the objects behind their attributes hold.
         obstacle: Why no call of it can be made again, whatever it is given; empty if one can.
     """
@@ -52,7 +55,10 @@ class Anatomy:
         self.obstacle: str = _obstacle_in(self.parts)
         # The walk over objects is long.
         walked = [] if self.obstacle else self.parts
-        self.state: ObjectState = ObjectState(walked)
+        self.is_distributed: bool = _are_distributed(self.parts)
+        # What fully_shard keeps of a unit is written by its hooks alone, and a call is made again
+        # without them. Where no processes meet in a unit, its values are made again one by one.
+        self.state: ObjectState = ObjectState(walked, sharding=not self.is_distributed)
         self.obstacle = self.obstacle or self.state.obstacle
         inside = list[dict[Any, Any]]()
         hooks = list[dict[Any, Any]]()
@@ -179,10 +185,17 @@ def _obstacle_in(parts: Collection[nn.Module]) -> str:
         for hook in (*forward_pre_hooks_of(part).values(), *forward_hooks_of(part).values()):
             if number == 0 and is_sharding_hook(hook):
                 continue  # its own parameters are there in its backward, and it is called without hooks
+            if number and is_layout_hook(hook):
+                continue  # it is called again with its module
             # A hook is an object of ours or one of its methods.
             if not isinstance(getattr(hook, "__self__", hook), Passive):
                 return f"a {type(part).__name__} in it has forward hooks"
     return ""
+
+
+def _are_distributed(parts: Collection[nn.Module]) -> bool:
+    """Whether processes have parts of the parameters, also while these are gathered."""
+    return any(on_distributed_tensors(map(type, parameters_of(part).values())) for part in parts)
 
 
 def _is_parameter(entry: torch.Tensor | None) -> bool:

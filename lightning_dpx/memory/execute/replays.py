@@ -12,7 +12,7 @@ themselves stay until the call is over: then it is known whether the call could 
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +20,17 @@ from torch import nn
 
 from lightning_dpx.memory.execute.calls import Call, never_unpacked, repeating
 from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
+from lightning_dpx.memory.execute.distributed_tensors import without_part
 from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
 from lightning_dpx.memory.execute.module_calls import compiled_parts
+from lightning_dpx.memory.execute.recorded_collectives import (
+    AnswersCollectives,
+    Collective,
+    RecordsCollectives,
+    needed,
+    results_apart,
+    sharing_memory,
+)
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import refuse
 from lightning_dpx.torch_compat import (
@@ -62,8 +71,8 @@ class Replay:
     """
 
     __slots__ = (
-        "_again", "_changed", "_expected", "_given", "_lock", "_outputs", "_random", "_sizes", "_stops", "_versions",
-        "_wrap", "call", "is_dropped", "saved",
+        "_again", "_changed", "_expected", "_given", "_lock", "_met", "_outputs", "_random", "_recorder", "_returned",
+        "_sizes", "_stops", "_versions", "_wrap", "call", "is_dropped", "saved",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +90,11 @@ class Replay:
         self._given = [(tensor, version_counter(tensor)) for tensor in given]
         self._changed: Collection[int] = ()
         self._outputs: list[tuple[torch.Tensor, int]] = []
+        self._returned: list[tuple[torch.Tensor, int, torch.Size]] = []
         self._sizes: list[int] = []
         self._again: list[torch.Tensor | None] | None = None
+        self._recorder: RecordsCollectives | None = None
+        self._met: list[Collective] = []
 
     @property
     def count(self) -> int:
@@ -101,6 +113,18 @@ class Replay:
             self._random = self.call.draws.digest()
         return count - 1
 
+    def record(self) -> None:
+        """From now on what collectives give is kept, for other processes would not answer a replay."""
+        self._recorder = RecordsCollectives(lambda: len(self.saved))
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop_recording(self) -> None:
+        """The forward is over; its mode is the innermost one again."""
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._met = self._recorder.found
+            self._recorder = None
+
     def left(self, output: Any) -> str:
         """The call is over: drops what was saved, or keeps it and says why."""
         saved = self.saved
@@ -109,21 +133,28 @@ class Replay:
         why = self.call.obstacle
         if not why and any(version_counter(tensor) != version for tensor, version in self._given):
             why = "it changes what it is given"
+        # After another number of tensors than expected, the state is not that of the last one.
+        self._end_at(self._random if self._expected in (None, len(saved)) else None)
+        if self._stops:
+            self._met = needed(self._met, len(saved))
+        why = why or next((each.obstacle for each in self._met if each.obstacle), "")
         # Without their graphs: nodes in there hold the hooks, which hold this call, a cycle.
         self._given = [(tensor.detach(), version) for tensor, version in self._given]
         if why:
             self.saved = [tensor.detach() for tensor in saved]
+            self._met = []
             return why
-        # After another number of tensors than expected, the state is not that of the last one.
-        random = self._random if self._expected in (None, len(saved)) else None
-        self._end_at(random)
         # The call itself may write to what it has saved; it is an error only where backward asks
         # for such a tensor, as it is without a plan.
         now = [version_counter(tensor) for tensor in saved]
         if now != self._versions:
             self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
         self._sizes = [tensor.numel() for tensor in saved]
-        self._outputs = _counters(output)
+        if self.call.is_distributed:
+            self._met = results_apart(self._met, output)
+            self._returned = _counters_of_shared(output, saved)
+        else:
+            self._outputs = _counters(output)
         self.saved = []
         self.is_dropped = True
         return ""
@@ -135,10 +166,18 @@ class Replay:
             self.call.draws.end_at(random)
 
     @classmethod
-    def noted(cls, call: Call, given: Sequence[torch.Tensor], sizes: Sequence[int], random: int | None) -> "Replay":
-        """A call that has been watched by others, with the elements of what it saved."""
+    def noted(
+        cls,
+        call: Call,
+        given: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        random: int | None,
+        met: Sequence[Collective] = (),
+    ) -> "Replay":
+        """A call that has been watched by others, with the elements of what it saved, and what collectives gave."""
         replay = cls(call, given)
         replay.is_dropped = True
+        replay._met = list(met)
         replay._sizes = list(sizes)
         replay._end_at(random)
         return replay
@@ -193,6 +232,10 @@ class Replay:
         for tensor, version in self._given:
             if version_counter(tensor) != version:
                 refuse(tensor, version, f"an argument of {call.name!r}, which is called again,")
+        # Of a call in which processes meet only outputs that it saves are known, as it cannot be made again to its end.
+        for counter, version, shape in self._returned:
+            if version_counter(counter) != version:
+                refuse(counter, version, f"a tensor that {call.name!r} saves and returns", shape)
         # To find out whether what was written to is also saved takes the outputs of a whole call.
         stops = self._stops and not self._written()
 
@@ -201,7 +244,12 @@ class Replay:
             if stops and len(found) == count:
                 raise _EnoughError
 
-        with call.surroundings(), STEP_ASIDE.standing_in(), STEP_ASIDE.hooks(self._wrap(catch), never_unpacked):
+        with (
+            call.surroundings(),
+            STEP_ASIDE.standing_in(),
+            STEP_ASIDE.hooks(self._wrap(catch), never_unpacked),
+            self._answering(),
+        ):
             args, kwargs = call.arguments.with_tensors([tensor for tensor, _ in self._given])
             try:
                 output = code_of(call.module)(*args, **kwargs)
@@ -211,6 +259,12 @@ class Replay:
         if output is not None and self._written():
             self._refuse_written(found, output)
         return found
+
+    def _answering(self) -> AbstractContextManager[Any]:
+        """A context for a replay, in which no other process is asked."""
+        if self.call.is_distributed:
+            return AnswersCollectives(self.call.name, self._met)
+        return nullcontext()
 
     def _check(self, found: Sequence[torch.Tensor]) -> None:
         """Refuses a call that has saved something else this time, by numbers of elements."""
@@ -247,6 +301,14 @@ def _counters(output: Any) -> list[tuple[torch.Tensor, int]]:
                 counter.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             counters.append((counter, version_counter(leaf)))
     return counters
+
+
+def _counters_of_shared(output: Any, saved: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, int, torch.Size]]:
+    """Likewise of what shares memory with a saved tensor, with the shape of each."""
+    found = []
+    for leaf in sharing_memory(tree_leaves(output), saved):
+        found.append((without_part(leaf), version_counter(leaf), leaf.shape))
+    return found
 
 
 def _as_it_is(hook: Any) -> Any:
@@ -338,8 +400,12 @@ class Replays:
         # Function modes, such as a shift's, would take every look at a tensor for a use.
         with DisableTorchFunction():
             call = Call(module, name, args, kwargs, 0, self._anatomies)
-            if call.obstacle:
-                self.refused[name] = call.obstacle
+            why = call.obstacle
+            # What is compiled would run eagerly where operators are watched, and give other bits.
+            if not why and call.is_distributed and self._wrap is not _as_it_is:
+                why = "processes have parts of its parameters, and something is compiled"
+            if why:
+                self.refused[name] = why
                 return False
             given = [argument.tensor() for argument in call.arguments.tensors]
         tensors = [tensor for tensor in given if tensor is not None]
@@ -350,6 +416,8 @@ class Replays:
         step.outer = STEP_ASIDE.now
         _push(*hooks)
         STEP_ASIDE.are(hooks)
+        if call.is_distributed:
+            replay.record()
         return True
 
     def left(self, output: Any) -> None:
@@ -363,6 +431,7 @@ class Replays:
 
     def _leave(self, step: _Step, replay: Replay, output: Any) -> None:
         step.replay = None
+        replay.stop_recording()
         _pop()
         STEP_ASIDE.are(step.outer)
         with DisableTorchFunction():

@@ -8,6 +8,7 @@ import statistics
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,13 +17,16 @@ import torch
 
 from lightning_dpx.devices import HostFullError
 from lightning_dpx.memory.execute.calls import Call
+from lightning_dpx.memory.execute.distributed_tensors import part_here
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
+from lightning_dpx.memory.execute.recorded_collectives import Collective, RecordsCollectives, needed
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import CompiledCall, Hold, SavedCall
+from lightning_dpx.memory.tracing.communication import is_in_group
 from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
 from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 
@@ -122,6 +126,7 @@ class _Noted:
         end: Event.
         count: Tensors that are saved in it.
         random: The state of the generators when the last of them was saved.
+        met: The collectives in it, as far as they are needed to make it again.
     """
 
     call: Call
@@ -133,9 +138,37 @@ class _Noted:
     end: int = -1
     count: int = 0
     random: int | None = None
+    met: list[Collective] = field(default_factory=list)
     seconds: float = 0.0
     most: int = 0
     again: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by storage: bytes, numbers of tensors
+
+
+class _NotedCollectives(RecordsCollectives):  # type: ignore[no-untyped-call]
+    """Copies what collectives give, outside of the trace: it goes when it would go without a profile.
+
+    Args:
+        calls: Are told of them.
+        trace: Tells of the memory.
+    """
+
+    def __init__(self, calls: "NotedCalls", trace: MemoryTrace) -> None:
+        super().__init__(lambda: calls.num_packed)
+        self._calls = calls
+        self._trace = trace
+        self.memory: dict[Collective, Allocation | None] = {}
+
+    def _begun(self, collective: Collective) -> None:
+        self._calls.meets(collective)
+
+    def _arrived(self, collective: Collective, tensor: torch.Tensor) -> None:
+        with disable_current_modes(), torch.no_grad():
+            collective.result = None if collective.result is None else collective.result.clone()
+        self.memory[collective] = self._trace.allocation_of(tensor.untyped_storage())
+
+    def _is_held(self, collective: Collective) -> bool:
+        allocation = self.memory.get(collective)
+        return allocation is None or allocation.died is None
 
 
 class NotedCalls:
@@ -174,6 +207,21 @@ class NotedCalls:
         self._small: list[_Span] = []
         self._small_bytes: dict[int, int] = {}  # by the number of the tensor
         self._begun = set[int]()  # calls of whose small tensors backward has asked for one
+        self._collectives = _NotedCollectives(self, trace)
+
+    @property
+    def num_packed(self) -> int:
+        """How many tensors autograd has saved so far."""
+        return len(self._buckets)
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """A context for a forward, in which what collectives give is kept for the calls."""
+        return self._collectives if is_in_group() else nullcontext()
+
+    def meets(self, collective: Collective) -> None:
+        """A collective begins."""
+        for number in self._open:
+            self._noted[number].met.append(collective)
 
     def begins(self, call: Call) -> None:
         """A call begins."""
@@ -215,12 +263,18 @@ class NotedCalls:
         noted.count = len(self._buckets) - noted.first
         # Compiled code has no operators that could be repeated one by one.
         fewest = 1 if self._is_compiled(call) else _FEWEST_TENSORS
-        if call.obstacle or noted.count < fewest or self.units.holds_units(call.name.partition("#")[0]):
-            noted.given = []
-            return
         # Otherwise the last state was noted before this call began to save.
         if self._random is not None and self._random[0] >= noted.first:
             noted.random = self._random[1]
+        if (
+            call.obstacle
+            or noted.count < fewest
+            or self.units.holds_units(call.name.partition("#")[0])
+            or not self._can_be_given_again(noted)
+        ):
+            noted.given = []
+            noted.met = []
+            return
         try:
             arguments = [argument.tensor() for argument in call.arguments.tensors]
         except NotRecomputable:  # it writes to what it is given, which is another tensor by then
@@ -233,10 +287,22 @@ class NotedCalls:
                 # is tried.
                 noted.given[at] = weakref.ref(value)
 
-    def packed(self, tensor: torch.Tensor, held: Any, hold: int, name: str) -> None:
-        """Autograd saves a tensor, and holds ``held`` for it."""
+    def _can_be_given_again(self, noted: _Noted) -> bool:
+        """Whether what collectives gave in the call is there for a replay, which asks no other process."""
+        if not noted.met:
+            return True
+        # What is compiled would run eagerly where operators are watched, and give other bits.
+        if not noted.call.is_distributed or self._names.compiled:
+            return False
+        # A replay that draws from unknown states goes on to the call's end.
+        if not noted.call.draws.drew or noted.random is not None:
+            noted.met = needed(noted.met, len(self._buckets))
+        return not any(collective.obstacle for collective in noted.met)
+
+    def packed(self, elements: int, held: Any, hold: int, name: str) -> None:
+        """Autograd saves a tensor of so many elements, and holds ``held`` for it."""
         number = len(self._buckets)
-        self._buckets.append((weakref.ref(held), tensor.numel()))
+        self._buckets.append((weakref.ref(held), elements))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
             # A call that is made again ends with the last tensor that it saved, and the generators
@@ -292,6 +358,8 @@ class NotedCalls:
             self._right.update(self._right_of(numbers, costs))
         for noted in self._noted:
             noted.given = []
+            for collective in noted.met:
+                collective.result = None
 
     def _right_of(self, numbers: Sequence[int], costs: TriesReplays) -> list[int]:
         """Those of a kind that give the same when they are made again.
@@ -337,7 +405,8 @@ class NotedCalls:
     def _kind(self, noted: _Noted) -> tuple[Any, ...]:
         """Equal for calls that save tensors of the same sizes for modules of one class."""
         sizes = tuple(size for _, (_, size) in self._numbered(noted))
-        return type(noted.call.module), len(noted.call.arguments.tensors), noted.call.draws.drew, sizes
+        met = tuple((one.operator, one.number - noted.first) for one in noted.met)
+        return type(noted.call.module), len(noted.call.arguments.tensors), noted.call.draws.drew, sizes, met
 
     def _is_right(self, noted: _Noted, costs: TriesReplays, like: _Noted | None) -> bool:
         """Makes the call again; ``like`` is one of its kind that was watched already."""
@@ -347,14 +416,12 @@ class NotedCalls:
         sizes = [size for _, (_, size) in self._numbered(noted)]
 
         def replay() -> Replay:
-            return Replay.noted(noted.call, given, sizes, noted.random)
+            return Replay.noted(noted.call, given, sizes, noted.random, noted.met)
 
         # Calls of one kind take the same memory: the first of them is watched, and the others are
         # only timed and compared.
         if like is None:
             watched = costs.watched_replay(replay())
-            if watched.trace.communicates:
-                return False  # in a backward the other processes would not answer
             self._watch(noted, watched)
             # Both times: what gives other numbers every second time would be right the next.
             if not self._are_right(noted, watched.found, costs):
@@ -372,6 +439,7 @@ class NotedCalls:
             original = _tensor_of(held)
             if original is None or again is None or again.dtype == torch.uint8:
                 continue
+            again, original = part_here(again), part_here(original)
             if again.shape != original.shape or again.dtype != original.dtype or not costs.is_same(again, original):
                 return False
         return True
@@ -447,7 +515,7 @@ class NotedCalls:
         for number in sorted(self._right):
             noted = self._noted[number]
             again, small = self._made_again(noted, ends)
-            given, beside = _given_memory(noted, storages, end)
+            given, beside = _given_memory(self._memory_kept_for(noted), storages, end)
             calls.append(
                 SavedCall(
                     name=noted.call.name,
@@ -467,6 +535,11 @@ class NotedCalls:
             )
         return tuple(calls)
 
+    def _memory_kept_for(self, noted: _Noted) -> list[Allocation]:
+        """Of what the call was given by its caller, and by collectives, where that was made in the step."""
+        by_collectives = [self._collectives.memory.get(collective) for collective in noted.met]
+        return [*noted.allocations, *(allocation for allocation in by_collectives if allocation is not None)]
+
     def _made_again(self, noted: _Noted, ends: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
         """What a replay of a call makes: bytes with the events at which they go, and bytes of which none is known."""
         again = []
@@ -483,13 +556,13 @@ class NotedCalls:
 
 
 def _given_memory(
-    noted: _Noted, storages: Mapping[int, int], end: int
+    allocations: Sequence[Allocation], storages: Mapping[int, int], end: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     """What a call was given: numbers of storages, and of all others the bytes with the events at which they go."""
     # By the id of their memory, so that what is given twice counts once.
     saved: dict[int, int] = {}
     beside: dict[int, tuple[int, int]] = {}
-    for allocation in noted.allocations:
+    for allocation in allocations:
         key = id(allocation)
         if key in storages:
             saved[key] = storages[key]

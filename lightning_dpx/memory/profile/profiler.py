@@ -221,8 +221,23 @@ def _with_planned_steps(
 def _watched(step: _Step) -> Profile:
     """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
     names = CallNames(step.module)
-    counts = CallCounts()
+    try:
+        if names.is_distributed and not step.costs.times_steps:
+            # The first time an operator meets distributed tensors, torch runs it on fakes to find what its
+            # parts will be. In a step on fakes these would count, as if they were operators of the step.
+            _watched_by(names, step)
+        return _watched_by(names, step)
+    finally:
+        names.listener = None
+        names.remove()
+
+
+def _watched_by(names: CallNames, step: _Step) -> Profile:
+    """The step operator by operator, its calls told by ``names``."""
     costs = step.costs
+    counts = CallCounts()
+    names.listener = None
+    names.again = {}
     try:
         # A step by hand always runs backwards, and one that is broken off would leave half of its optimizers' work.
         at("watching a forward")
@@ -248,8 +263,6 @@ def _watched(step: _Step) -> Profile:
             return _full_step(step, names, lifetimes, counts)
     finally:
         counts.remove()
-        names.listener = None
-        names.remove()
 
 
 class FreshForward:
@@ -388,7 +401,7 @@ def _run_with_everything_kept(
     """
     device = step.costs.device
     with trace, gradients:
-        with step.context(), hooks.active(), counts.active():
+        with step.context(), hooks.active(), counts.active(), hooks.calls.recording():
             result = step.run()
         synchronize(device)
         forward_events = trace.now

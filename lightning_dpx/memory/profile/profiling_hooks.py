@@ -1,6 +1,7 @@
 """Saved-tensor hooks that keep everything, note who asks for it, and make each value once more to see how."""
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
+from lightning_dpx.memory.execute.recorded_collectives import AnswersCollectives
+from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, identity_of
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
@@ -72,24 +74,33 @@ class ProfilingHooks(Rematerialization):
         # Of constants that are kept apart: what counts the writes to them, and how many there were.
         self._copied: weakref.WeakKeyDictionary[Value, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()
         self._holders: dict[str, int] = {}  # how often autograd holds a value
+        self._distributed: torch.Tensor | None = None  # what is being saved, of which ``pack`` may get a part
 
     def _saved_as(self, tensor: torch.Tensor) -> Value | None:
         """The value that is that tensor, if autograd has saved it."""
         return self.known.saved(identity_of(tensor))
+
+    def _by_parts(self, pack: Pack, tensor: torch.Tensor) -> Any:
+        self._distributed = tensor
+        try:
+            return super()._by_parts(pack, tensor)
+        finally:
+            self._distributed = None
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         return self._costs.bytes_in_step(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = self._packed(tensor)
+        elements = tensor.numel() if self._distributed is None else self._distributed.numel()
         if self.names.in_compiled_code and tensor.layout is torch.strided:
             self._note_in_code(tensor)
         if isinstance(packed, _Held):
             value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
-            self.calls.packed(tensor, packed.entry, packed.index, value.name)
+            self.calls.packed(elements, packed.entry, packed.index, value.name)
             return packed
         held = self.calls.part(tensor, packed)
-        self.calls.packed(tensor, packed, -1, "")
+        self.calls.packed(elements, packed, -1, "")
         return held
 
     def _packed(self, tensor: torch.Tensor) -> "Unnamed | _Held":
@@ -239,7 +250,7 @@ class ProfilingHooks(Rematerialization):
         self._refuse_written()
         synchronize(self._costs.device)
         try:
-            with disable_current_modes(), self._costs.trying():
+            with disable_current_modes(), self._costs.trying(), self._asking_nobody():
                 tried = try_values(dict(self._new), self.refused, self._tried, self.found, self._costs)
                 if self.is_over:
                     # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
@@ -256,6 +267,12 @@ class ProfilingHooks(Rematerialization):
         self._untried.clear()
         for value in tried:
             value.learn(None, ())  # they would keep each other longer than autograd does
+
+    def _asking_nobody(self) -> AbstractContextManager[Any]:
+        """A context in which what would ask other processes fails at once: they may have nothing of it to try."""
+        if self._trace.communicates:
+            return AnswersCollectives("What is tried")
+        return nullcontext()
 
     def calls_of(self, end: int) -> tuple[tuple[SavedCall, ...], tuple[Hold, ...]]:
         """What can be replayed as a whole in a step of ``end`` events, and what autograd holds."""

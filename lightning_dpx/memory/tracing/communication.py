@@ -16,6 +16,11 @@ def has_other_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def is_in_group() -> bool:
+    """Whether there is a group of processes, also one of this process alone."""
+    return dist.is_available() and dist.is_initialized()
+
+
 class CommunicationWatch(TorchDispatchMode):
     """Sees whether what runs in here talks to other processes.
 
