@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.activations import arguments_of_step
-from lightning_dpx.errors import BudgetError, ConfigurationError, UnsupportedError
+from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import (
     Callback,
     DeepSpeedStrategy,
@@ -66,7 +66,7 @@ class ActivationPlanner(Callback):
     A module that FSDPStrategy shards, or of which ``fully_shard`` has spread parts (in ``configure_model``, with
     ModelParallelStrategy), is planned on fake tensors as what it was before; all processes follow the plan of the
     first. Gathered parameters come on top of the budget, which is that of one process. Tensor-parallel layers are
-    planned as they are, in each process.
+    planned as they are, in each process; calls in which processes meet are replayed without meeting again.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1, or ``"60%"``) of what they need
@@ -210,30 +210,54 @@ class ActivationPlanner(Callback):
         applied = applied_plan(module)
         if applied is not None:
             remove_plan(module)
+        now = None if applied is None else applied.plan
+        failure: Exception | None = None
         try:
-            # The cache would find the known step by its shapes.
-            if self._shapes.hold(batch) and self._other_steps.expected:  # it looks like the known ones and is not
-                profile = self._profiled(trainer, module, batch, batch_idx)
-            else:
-                profile = self._found_or_profiled(trainer, module, batch, batch_idx)
-            seen = SeenStep((profile,), (1,))
-            if not self._shapes.hold(batch) or self._other_steps.found_in([seen]):
-                now = None if applied is None else applied.plan
-                if sharded_units(module):
-                    plan = self.plan = plan_of_first_rank(lambda: self._planned(module, profile, now))
-                    self.profile = self.profile or profile
-                else:
-                    plan = self._planned(module, profile, now)
-                self._trained.are_planned_for()
-                self._other_steps.plan_for([seen])
-                self._shapes.add(batch)
-                rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
+            self._plan_step(trainer, module, batch, batch_idx, now)
         except BudgetError as error:
             self._trained.explain(error)
-            raise
+            failure = error
+        except (NoLossError, PlanError) as error:
+            failure = error
         finally:
             if self.plan is not None:
                 apply_plan(module, self.plan, watches=True)
+        # A process that ends here alone would be waited for in the next collective.
+        may_go_on = failure is None or isinstance(failure, NoLossError)
+        is_planned = trainer.strategy.reduce_boolean_decision(may_go_on, all=True)
+        if failure is not None:
+            raise failure
+        if not is_planned:
+            raise PlanError("Another process found no memory plan for its step; its own error says why.")
+
+    def _plan_step(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, now: MemoryPlan | None
+    ) -> None:
+        is_sharded = bool(sharded_units(module))
+        # It looks like the known ones and is not: the cache would find the known step by its shapes.
+        # Batches differ in shape between processes, and all ask the cache or none does.
+        anew = self._shapes.hold(batch) and self._other_steps.expected
+        if trainer.strategy.reduce_boolean_decision(anew, all=False):
+            profile = self._profiled(trainer, module, batch, batch_idx)
+        else:
+            profile = self._found_or_profiled(trainer, module, batch, batch_idx)
+        seen = SeenStep((profile,), (1,))
+        is_new = not self._shapes.hold(batch) or self._other_steps.found_in([seen])
+        # Likewise, where all follow the plan of the first.
+        if is_sharded:
+            is_new = trainer.strategy.reduce_boolean_decision(is_new, all=False)
+        if not is_new:
+            return
+        if is_sharded:
+            plan = self.plan = plan_of_first_rank(lambda: self._planned(module, profile, now))
+            self.profile = self.profile or profile
+        else:
+            plan = self._planned(module, profile, now)
+        self._trained.are_planned_for()
+        self._other_steps.plan_for([seen])
+        if not self._shapes.hold(batch):
+            self._shapes.add(batch)
+        rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
 
     def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         if sharded_units(module):

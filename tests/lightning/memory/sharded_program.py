@@ -40,6 +40,19 @@ class Sharded(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class InOtherOrder(Sharded):
+    """Whole batches and halves of them in turns; the first process begins with a whole one, and the second does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches = 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.num_batches += 1
+        is_whole = (self.num_batches + self.global_rank) % 2
+        return [batch[0] if is_whole else batch[0][: len(batch[0]) // 2]]
+
+
 class ByHand(Sharded):
     """Its optimizer steps after every second batch."""
 
@@ -102,6 +115,15 @@ class TensorParallel(Sharded):
         of_block = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in self.net[:3]:
             parallelize_module(block, self.device_mesh["tensor_parallel"], of_block)
+
+
+class Unequal(TensorParallel):
+    """A hook of the second process's own keeps it from replaying a block that the first one replays."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.trainer.global_rank:
+            self.net[1].register_forward_hook(lambda *_: None)
 
 
 class Wrapped(Sharded):
@@ -172,6 +194,9 @@ def main(rank: int, port: str) -> None:
         "dropped": sorted(planner.plan.dropped | planner.plan.replayed),
         "peaks": [planner.profile.peak, planner.plan.budget] if planner.profile is not None else [],
     }
+    planner = dpx.ActivationPlanner(budget=0.7)
+    without = trained([], InOtherOrder)
+    found["in_other_order"] = all(map(torch.equal, without, trained([planner], InOtherOrder)))
     found["by_hand"] = {"refused": ""}
     try:
         trained([dpx.ActivationPlanner(budget=0.5)], ByHand)
@@ -195,13 +220,21 @@ def main(rank: int, port: str) -> None:
         found["copied"].append([all(map(torch.equal, without, planned)), dropped])
     found["others"] = []
     os.environ["LIGHTNING_DPX_TIMING"] = "full"
-    for kind in (Gathering, TensorParallel):
-        planner = dpx.ActivationPlanner(budget=0.9 if kind is Gathering else 0.8)
+    for kind in (Gathering, TensorParallel, Unequal):
+        budget = {Gathering: 0.9, TensorParallel: 0.5, Unequal: None}[kind]
+        planner = dpx.ActivationPlanner(budget=budget)
         strategies = [OptionsOfDDP() if kind is Gathering else ModelParallelStrategy(1, 2) for _ in range(2)]
         without = trained([], kind, strategies[0])
         planned = trained([planner], kind, strategies[1])
         dropped = bool(planner.plan.dropped | planner.plan.replayed)
-        found["others"].append([all(map(torch.equal, without, planned)), dropped, "contrast" in planner.plan.replayed])
+        # Processes meet in whole blocks, and in the loss.
+        replayed = sorted({"net.0", "net.1", "net.2", "contrast"} & planner.plan.replayed)
+        found["others"].append([all(map(torch.equal, without, planned)), dropped, replayed])
+    found["not_met"] = ""
+    try:
+        trained([dpx.ActivationPlanner(budget=0.5)], Unequal, ModelParallelStrategy(1, 2))
+    except dpx.PlanError as error:
+        found["not_met"] = str(error)
     sys.stdout.write(f"\n{json.dumps(found)}\n")
 
 
