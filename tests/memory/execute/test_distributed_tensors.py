@@ -177,3 +177,9 @@ def test_what_is_saved_of_an_alias_is_made_again(mesh: DeviceMesh) -> None:
     dpx.apply_plan(module, dpx.search_plan(module, x))
     for _ in range(3):
         assert all(map(torch.equal, gradients(module, x), gradients(plain, x)))
+
+
+def test_no_cache_is_asked_for_which_processes_would_meet_in_a_step_or_not(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = tmp_path / "plans"
+    dpx.search_plan(model(mesh, F.gelu), torch.randn(8, 16, WIDTH), plan_cache=folder)
+    assert not folder.exists()
