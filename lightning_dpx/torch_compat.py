@@ -7,6 +7,7 @@ are used: in the recipes and in the tables of costs, one entry of which describe
 """
 
 import inspect
+import types as python_types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -371,7 +372,9 @@ push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_h
 pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
 saved_tensors_hooks_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
-COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor"})  # namespaces of operators of several processes
+COLLECTIVES = frozenset(
+    {"c10d", "_c10d_functional", "_dtensor", "symm_mem"}
+)  # namespaces of operators of several processes
 
 # What turns a function into compiled code: the settings of torch.compile, and what it calls for a frame.
 COMPILER_TYPES: tuple[type, ...] = (_TorchDynamoContext, CatchErrorsWrapper, ConvertFrame)
@@ -777,6 +780,8 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     return views
 
 
+_HOMES_OF_LAYOUT_HOOKS = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.style")
+
 # Under such names fully_shard and its like keep what they know of a module.
 COMPOSABLE_STATE = "__composable_api_"
 
@@ -784,16 +789,18 @@ COMPOSABLE_STATE = "__composable_api_"
 def is_layout_hook(hook: Any) -> bool:
     """Whether ``parallelize_module`` has registered it: it brings what a module is given, or gives, to another layout.
 
-    What was given to ``distribute_module`` for that may do anything, unless it is torch's own.
+    What was given to ``distribute_module`` for that may do anything, unless it is torch's own. So may a style of the
+    user's.
     """
-    home = getattr(hook, "__module__", "")
-    if home == "torch.distributed.tensor._api":
-        for cell in hook.__closure__ or ():
-            given = getattr(cell.cell_contents, "func", cell.cell_contents)
-            if callable(given) and not given.__module__.startswith("torch.distributed.tensor."):
-                return False
-        return True
-    return bool(home == "torch.distributed.tensor.parallel.style")
+    if getattr(hook, "__module__", "") not in _HOMES_OF_LAYOUT_HOOKS:
+        return False
+    for cell in getattr(hook, "__closure__", None) or ():
+        given = getattr(cell.cell_contents, "func", cell.cell_contents)
+        is_code = isinstance(given, python_types.FunctionType | python_types.MethodType)
+        home = given.__module__ if is_code else type(given).__module__
+        if not home.startswith("torch.distributed."):
+            return False
+    return True
 
 
 def on_distributed_tensors(types: Any) -> bool:

@@ -171,7 +171,8 @@ class ObjectWalk:
             if key in _TRAINERS:
                 if value is not None:
                     self._stop(f"{name} belongs to a trainer")
-            elif key not in OF_EVERY_MODULE and (self._options.sharding or not key.startswith(COMPOSABLE_STATE)):
+            # A key may be any object.
+            elif key not in OF_EVERY_MODULE and (self._options.sharding or not str(key).startswith(COMPOSABLE_STATE)):
                 self._waiting.append((f"{name}.{key}", value))
 
     def _add_class(self, kind: type) -> None:

@@ -8,13 +8,20 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.execute.distributed_tensors import origin_of, part_of
+from lightning_dpx.memory.execute.module_anatomy import Anatomy
 from tests.memory.plan.test_planning import measured_peak
 from tests.memory.steps import train
 
@@ -183,3 +190,26 @@ def test_no_cache_is_asked_for_which_processes_would_meet_in_a_step_or_not(mesh:
     folder = tmp_path / "plans"
     dpx.search_plan(model(mesh, F.gelu), torch.randn(8, 16, WIDTH), plan_cache=folder)
     assert not folder.exists()
+
+
+class Remembers(PrepareModuleInput):
+    """A style of the user's own, which counts."""
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super()._prepare_input_fn(inputs, device_mesh)
+
+
+def remembers(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> None:
+    module.count = 1
+
+
+def test_only_what_torch_itself_brings_to_another_layout_is_called_again(mesh: DeviceMesh) -> None:
+    layouts: Any = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
+    torchs = {"up": ColwiseParallel(), "norm": SequenceParallel(), "down": PrepareModuleInput(**layouts)}
+    assert Anatomy(parallelize_module(Block(F.gelu), mesh, torchs)).obstacle == ""
+    own = parallelize_module(Block(F.gelu), mesh, {"up": Remembers(**layouts)})
+    assert Anatomy(own).obstacle == "a Linear in it has forward hooks"
+    given = Block(F.gelu)
+    distribute_module(given.up, mesh, input_fn=remembers)
+    assert Anatomy(given).obstacle == "a Linear in it has forward hooks"
