@@ -160,7 +160,7 @@ class CompiledCall:
 
     @property
     def path(self) -> str:
-        """Of the part."""
+        """The path of the compiled part."""
         return self.name.partition("#")[0]
 
 

@@ -366,7 +366,7 @@ class _GeneratorStates:
             self._traces.append((threading.get_ident(), trace))
 
     def tell_no_more(self, trace: MemoryTrace) -> None:
-        """No longer."""
+        """From now on ``trace`` is told of no more states."""
         with self._lock:
             self._traces = [entry for entry in self._traces if entry[1] is not trace]
             if not self._traces:
