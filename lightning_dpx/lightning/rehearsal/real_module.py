@@ -56,6 +56,15 @@ class RealModule:
                 self._gradients.append((parameter, parameter.grad))
                 parameter.grad = None
 
+    def forget_copying(self) -> None:
+        """A shadow was copied: what the module has changed of itself for that is none of the step's doing.
+
+        What ``torch.fx`` generates makes its code anew when it is pickled, and modules of e3nn copy themselves by that.
+        """
+        # As in restore: another thread's changes would be lost.
+        if self._is_alone and not user_code_runs_elsewhere():
+            self._objects.restore()
+
     def note_step(self) -> None:
         """The step of a run has ended, and its backward is to come: hooks of parameters have done nothing yet."""
         if self.has_hooks:

@@ -203,6 +203,40 @@ def test_what_hooks_of_parameters_leave_as_on_one_device_is_no_difference(kind: 
     fitted(kind, devices=2, strategy=dpx.DPXStrategy(execution="inline", verify="raise"))
 
 
+class Generated(nn.Linear):
+    """Makes its code anew whenever it is pickled, as what torch.fx generates does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.lines = {1: 1}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.lines = dict(self.lines)
+        return vars(self).copy()
+
+
+class HasGenerated(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Generated()
+
+
+class HasGeneratedAndAHook(HasGenerated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.weight.register_hook(torch.clone)
+
+
+@pytest.mark.parametrize("kind", [HasGenerated, HasGeneratedAndAHook])
+def test_what_a_module_changes_of_itself_when_it_is_copied_is_not_the_steps_doing(
+    kind: type[Model], recwarn: pytest.WarningsRecorder
+) -> None:
+    ours = fitted(kind, devices=2, strategy=dpx.DPXStrategy(execution="inline", verify="raise"))
+    assert not [str(one.message) for one in recwarn if "dpx" in str(one.message)]
+    for name, value in fitted(kind)[0].items():
+        torch.testing.assert_close(ours[0][name], value)
+
+
 def test_that_hooks_of_parameters_get_gradients_of_slices_is_part_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fitted(MasksByAHook, devices=2, strategy=dpx.DPXStrategy(execution="inline", verify="raise"))
