@@ -124,7 +124,7 @@ class ShadowStep:
             # The advice in the error is about replicas; without a rehearsal the
             # step trains all the same.
             raise NotRehearsed(str(error).partition(". Remove the attribute")[0] + ".") from None
-        self.guest.real_module.forget_copying()
+        self.sandbox.real_module.forget_copying()
         if self.trains_norms:
             for name in self.norms:
                 shadow.get_submodule(name).training = True
