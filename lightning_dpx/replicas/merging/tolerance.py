@@ -12,6 +12,7 @@ _LARGEST_SHARE_OF_DIGITS = 0.5
 _FACTOR_OF_LARGEST = 3.0
 # What cancels out in a value came from numbers of the size of its neighbors; so much of theirs counts for its scale.
 _SHARE_OF_NEIGHBORS = 0.01
+_PIECE = 2**16  # numbers that are compared at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +67,49 @@ def difference(
         if torch.equal(one.to(torch.int64), two.to(torch.int64)):
             return 0.0
         return math.inf
-    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
-    mine = one.detach().to(wide)
-    theirs = two.detach().to(wide)
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-    if bool(same.all()):
-        return 0.0
-    apart = torch.where(same, torch.zeros_like(mine), mine - theirs).abs()
-    if not bool(apart.isfinite().all()):
-        return math.inf
-    finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
+    apart, largest = _apart_and_largest(one.detach(), two.detach())
     # Times the tolerance this is ``of_neighbors``: so much of the neighbors' size is rounding.
     share = max(_SHARE_OF_NEIGHBORS, tolerance.of_neighbors / tolerance.relative)
-    largest = max(float(finite.max()), terms) + share * scale
+    largest = max(largest, terms) + share * scale
     # All are zero: nothing is divided by that.
     smallest = torch.finfo(torch.float32).tiny * tolerance.relative
-    return float(apart.max()) / max(largest, smallest)
+    return apart / max(largest, smallest)
+
+
+def _apart_and_largest(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors, and the largest finite magnitude in them.
+
+    They are taken piece by piece: wide copies of a whole gradient would not stay in the processor's caches.
+    """
+    if one.layout != torch.strided or two.layout != torch.strided:
+        return _of_piece(one, two)
+    apart = 0.0
+    largest = 0.0
+    pieces = torch.split(one.reshape(-1), _PIECE)
+    others = torch.split(two.reshape(-1), _PIECE)
+    for mine, theirs in zip(pieces, others, strict=True):
+        difference_here, largest_here = _of_piece(mine, theirs)
+        apart = max(apart, difference_here)
+        largest = max(largest, largest_here)
+    return apart, largest
+
+
+def _of_piece(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
+    wide = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    mine = one.to(wide)
+    theirs = two.to(wide)
+    if mine.layout == theirs.layout == torch.strided:
+        apart = float((mine - theirs).abs().max())
+        # Then all numbers are finite, as is the rule, and need no masks.
+        if math.isfinite(apart):
+            return apart, max(float(mine.abs().max()), float(theirs.abs().max()))
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
+    largest = float(finite.max()) if finite.numel() else 0.0
+    differences = torch.where(same, torch.zeros_like(mine), mine - theirs).abs()
+    if not bool(differences.isfinite().all()):
+        return math.inf, largest
+    return float(differences.max()), largest
 
 
 def _is_compared(tensor: torch.Tensor) -> bool:
