@@ -28,7 +28,7 @@ from lightning_dpx.lightning.memory.profiling import NoLossError, end_of_step, k
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
-from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest, hide_optimizers
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import (
     MemoryPlan,
@@ -305,12 +305,12 @@ class ActivationPlanner(Callback):
 
         if not shadow.automatic_optimization:
             hide_optimizers(shadow)
-        guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [replica.device])
+        sandbox = ManualSandbox(trainer.strategy, module, list(module.parameters()), [replica.device])
 
         def step() -> torch.Tensor | None:
             # Optimizers of a step by hand really step, so each run begins from the same state.
-            visit = nullcontext() if module.automatic_optimization else guest.visit(shadow)
-            with visit, StepLog(BatchSlice(replica, 0, batch)).recording_alone(shadow):
+            opened = nullcontext() if module.automatic_optimization else sandbox.opened(shadow)
+            with opened, StepLog(BatchSlice(replica, 0, batch)).recording_alone(shadow):
                 arguments = arguments_of_step(shadow.training_step, batch, batch_idx)
                 return end_of_step(shadow, shadow.training_step(*arguments))
 

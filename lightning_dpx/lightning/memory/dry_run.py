@@ -37,7 +37,7 @@ from lightning_dpx.lightning.memory.profiling import (
     timed_slice,
 )
 from lightning_dpx.lightning.memory.step_times import Machines, SliceOfStep, predicted_steps
-from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import BesideActivations, MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned
@@ -527,12 +527,12 @@ def _runner(
     trainer: Trainer, module: LightningModule, note: Callable[[StepLog], None] = _say_nothing
 ) -> Callable[[Any, Any, int], Any]:
     # One for all runs: a step by hand is profiled several times, each time from the same state.
-    guest = ManualGuest(trainer.strategy, module, list(module.parameters()), [torch.device("cpu")])
+    sandbox = ManualSandbox(trainer.strategy, module, list(module.parameters()), [torch.device("cpu")])
 
     def run(shadow: Any, rows: Any, num_rows: int) -> Any:
         if shadow.automatic_optimization:
             return unlogged_step(trainer, shadow, rows, num_rows, note)
-        with guest.visit(shadow):
+        with sandbox.opened(shadow):
             return unlogged_step(trainer, shadow, rows, num_rows, note)
 
     return run

@@ -28,7 +28,7 @@ from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
-from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualGuest
+from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.memory import BesideActivations
@@ -524,7 +524,7 @@ class StepMemory(NoStepMemory):
         strategy = self._session.strategy
         # Optimizers hold the owners' parameters, which with
         # reducer="colocate" are spread over devices.
-        guest = ManualGuest(strategy, session.module, session.step.owner_parameters, session.replicas.devices)
+        sandbox = ManualSandbox(strategy, session.module, session.step.owner_parameters, session.replicas.devices)
 
         def run(module: Any, rows: Any, num_rows: int) -> Any:
             for iterator in peeked:
@@ -535,7 +535,7 @@ class StepMemory(NoStepMemory):
             try:
                 if module.automatic_optimization:
                     return run_step(module, batch_slice)
-                with guest.visit(module):
+                with sandbox.opened(module):
                     return run_step(module, batch_slice)
             except BaseException as error:
                 # A tried step may be the first to fail, and its error ends the run: it

@@ -44,7 +44,7 @@ def hide_optimizers(shadow: nn.Module) -> None:
     _HIDDEN[shadow] = hidden
 
 
-class ManualGuest:
+class ManualSandbox:
     """Runs steps by hand of a shadow module.
 
     Args:
@@ -63,7 +63,7 @@ class ManualGuest:
         self._devices = devices
 
     @contextmanager
-    def visit(self, shadow: Any) -> Iterator[None]:
+    def opened(self, shadow: Any) -> Iterator[None]:
         """A step of ``shadow`` in here; what watches operators or saved tensors does not see it prepared.
 
         Raises:
