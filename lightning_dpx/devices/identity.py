@@ -23,6 +23,7 @@ def canonical_device(device: torch.device | str) -> torch.device:
         return torch.device("cpu")
     if device.index is None:
         try:
+            # Torch names the only one by this index, and never asks which one is current.
             if is_only_of_its_type(device):
                 return torch.device(device.type, 0)
             return torch.device(device.type, torch.get_device_module(device).current_device())

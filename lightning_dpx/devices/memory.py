@@ -27,6 +27,7 @@ def free_bytes(device: torch.device) -> int:
         return _available_bytes()
     module = torch.get_device_module(device)
     if not keeps_statistics(device):
+        # Beyond that the system takes memory from others, or refuses.
         return int(module.recommended_max_memory() - module.current_allocated_memory())
     free, _ = module.mem_get_info(device)
     # The driver counts what PyTorch's allocator keeps for later as taken, and to us it is free.
@@ -67,6 +68,7 @@ def allocated_and_peak(device: torch.device) -> tuple[int, int]:
         return resident, _host_peak
     module = torch.get_device_module(device)
     if not keeps_statistics(device):
+        # Whoever asks at the right moments, as monitors do at the end of each phase, sees most of it.
         now = int(module.current_allocated_memory())
         _seen_peaks[device] = max(now, _seen_peaks.get(device, 0))
         return now, _seen_peaks[device]

@@ -39,8 +39,10 @@ class Slowdown:
 
     def at(self, rows: int) -> float:
         """The factor of a step on ``rows`` rows, which grows evenly up to the rows that were timed."""
+        # Up to there the line has been measured.
         if rows <= self.start:
             return 1.0
+        # Beyond the rows that were timed it goes on as it was there: nothing is out of the caches twice.
         share = min(1.0, (rows - self.start) / (self.end - self.start))
         return 1.0 + share * (self.factor - 1.0)
 
@@ -74,10 +76,12 @@ def larger_batch(trainer: Trainer, module: LightningModule, rows: int) -> Any | 
         ``None`` where such a batch cannot be made: of a data set that can only be gone through, of several loaders, of
         batches that a sampler composes, of a data set with fewer rows; announced, where collating fails.
     """
+    # Lightning gives what the user gave: one loader, or any collection of them.
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return None
     try:
+        # Items that are asked for beyond the last one may be anything, or endless.
         if len(loader.dataset) < rows:  # type: ignore[arg-type]
             return None
         until = time.monotonic() + _LONGEST_LOADING
@@ -87,6 +91,7 @@ def larger_batch(trainer: Trainer, module: LightningModule, rows: int) -> Any | 
             items.append(loader.dataset[index])
             if time.monotonic() > until:
                 return None
+        # In the order in which the loops call them.
         batch = trainer.precision_plugin.convert_input(loader.collate_fn(items))
         batch = before_batch_transfer(module, batch)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

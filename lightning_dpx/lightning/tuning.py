@@ -121,6 +121,7 @@ class Tuning:
 
     def fastest(self, count: int) -> list[BatchSizeForecast]:
         """At most ``count`` forecasts that fit: the best one, then what would be the best without it, and so on."""
+        # By the rule of the best one: of sizes that are about as fast the smaller ones, which are also tried sooner.
         left = list(self.batch_sizes)
         found: list[BatchSizeForecast] = []
         while len(found) < count:
@@ -349,6 +350,7 @@ def _tuned(
     beside = _seconds_beside(trainer, module, batch, settings, partial(profiles.logged, few))
     loading = _seconds_of_loading(trainer, settings) / current
     batch_sizes = options.sizes(current, len(settings.devices))
+    # Elsewhere times are those of a model, which knows of no caches.
     if _runs_on_host(settings):
         most = [sizes.most_rows(batch_size) for batch_size in batch_sizes]
         rows = rows_worth_timing(most, whole, current, loading)
@@ -456,6 +458,7 @@ class _SizeForecasts:
         """Seconds of a slice; without a plan, as a budget cannot be met, infinite: no such size is the best."""
         if plan is None:
             return float("inf")
+        # A micro-batch is a step on its own rows, whose tensors are as small as those of a smaller batch.
         at_once = -(-rows // plan.micro_batches)
         seconds = self._whole(rows).step_seconds * (1 + (plan.recompute_share or 0.0))
         return seconds * self.slowdown.at(at_once)

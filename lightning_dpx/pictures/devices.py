@@ -48,6 +48,7 @@ def draw_devices(devices: Sequence[DeviceStep], title: str = "Memory of a traini
     # The last row of panels may have room left.
     for axes in panels[len(devices) :]:
         axes.set_visible(False)
+    # Panels have one scale, so a line that fits into one of them fits into all.
     top = max((peak for device in devices for peak in device.peaks.values()), default=0)
     for axes, device in zip(panels, devices, strict=False):
         _draw_device(plain_axes(axes), device, top)

@@ -89,6 +89,7 @@ class RecordsCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace not in COLLECTIVES:
+            # Before the first collective there is nothing that a write could spoil.
             if self.found:
                 self._look_for_writes(func, args, kwargs)
             return func(*args, **kwargs)
@@ -99,11 +100,13 @@ class RecordsCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if name in _ALONE:
             return func(*args, **kwargs)
+        # Noted before it runs: what it waits for may run other operators.
         collective = Collective(name, described(args, kwargs), self._number_saved())
         out = func(*args, **kwargs)
         self.found.append(collective)
         if name in _LATER or name in _AT_ONCE:
             collective.storage = key_of(out.untyped_storage())
+            # Until a wait says otherwise.
             collective.obstacle = f"what its {name} gives does not arrive in it"
             self._hold(collective, out)
             if name in _AT_ONCE:
@@ -180,17 +183,20 @@ class AnswersCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace not in COLLECTIVES:
+            # As in the forward: nothing was given yet, so nothing can be spoilt.
             if self._given:
                 self._refuse_writes(func, args, kwargs)
             return func(*args, **kwargs)
         name = name_of(func)
         if name == _WAIT:
+            # It was waited for in the forward, and the work that belongs to it is over.
             if key_of(args[0].untyped_storage()) in self._given:
                 return args[0]
             return func(*args, **kwargs)
         if name in _ALONE:
             return func(*args, **kwargs)
         collective = self._left.pop() if self._left else None
+        # Raised before the operator runs: no process is asked by mistake.
         if collective is None or collective.result is None:
             raise RuntimeError(
                 f"{self._call!r} runs {name} when it is called again, which it did not before: other processes would "
@@ -202,6 +208,7 @@ class AnswersCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"its {collective.operator} before: it does not do the same when it is called twice."
             )
         self._given[key_of(collective.result.untyped_storage())] = name
+        # A tensor of its own: autograd would write on the kept one which graph it belongs to.
         return collective.result.detach()
 
     def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -255,7 +262,8 @@ def _with_memory(leaves: Iterable[Any]) -> list[torch.Tensor]:
 
 def name_of(func: Any) -> str:
     """The name of an operator, with its namespace."""
-    name: str = func.overloadpacket._qualified_op_name
+    # An operator is called by its packet as a rule, so overloads are not told apart.
+    name: str = func.name().partition(".")[0]
     return name
 
 

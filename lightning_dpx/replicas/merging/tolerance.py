@@ -85,6 +85,7 @@ def _apart_and_largest(one: torch.Tensor, two: torch.Tensor) -> tuple[float, flo
         return _of_piece(one, two)
     apart = 0.0
     largest = 0.0
+    # Views, unless a tensor is not contiguous: gradients are, as a rule.
     pieces = torch.split(one.reshape(-1), _PIECE)
     others = torch.split(two.reshape(-1), _PIECE)
     for mine, theirs in zip(pieces, others, strict=True):
@@ -103,6 +104,7 @@ def _of_piece(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
         # Then all numbers are finite, as is the rule, and need no masks.
         if math.isfinite(apart):
             return apart, max(float(mine.abs().max()), float(theirs.abs().max()))
+    # NaN differs from itself, and infinity less infinity is no number.
     same = (mine == theirs) | (mine.isnan() & theirs.isnan())
     finite = torch.cat([mine[mine.isfinite()].abs(), theirs[theirs.isfinite()].abs()])
     largest = float(finite.max()) if finite.numel() else 0.0
