@@ -274,6 +274,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._C._current_graph_task_id": PrivateName(
         why="whether, and in which, backward this thread is", without="prefetching cannot tell two backwards apart"
     ),
+    "torch._C._storage_Use_Count": PrivateName(
+        why="whether anybody else holds the memory of what a collective gave, and may write to it",
+        without="a replay may be given what others have written to",
+    ),
     "torch._C._has_storage": PrivateName(
         why="some tensors have none, and raise when asked for it", without="offloading fails on them"
     ),
@@ -396,6 +400,7 @@ user_cache_dir: Callable[..., str] = _appdirs.user_cache_dir
 # ---- attributes, as functions without Python frames: thousands of tensors are asked in every step ----
 
 key_of: Callable[[Any], int] = attrgetter("_cdata")
+
 version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
 view_base: Callable[[torch.Tensor], Any] = attrgetter("_base")
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
@@ -838,6 +843,13 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor than ``tensor`` holds its memory."""
+    storage = tensor.untyped_storage()
+    # Of them one is ``tensor``, and one is the storage object itself.
+    return int(torch._C._storage_Use_Count(key_of(storage))) > 2
+
+
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
     "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
@@ -860,7 +872,7 @@ __all__ = [
     "PRIVATE_NAMES", "PrivateName",
     "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig", "ProfilerEventType",
     "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module", "reset_sharded",
-    "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters",
+    "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of", "sharded_parameters", "shares_memory",
     "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks", "TorchDispatchMode", "tree_flatten",
     "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "unflatten_dense", "unpin", "user_cache_dir",
     "version_counter", "view_base", "weak_storage", "with_memory_in", "with_part",

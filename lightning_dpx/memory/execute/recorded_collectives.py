@@ -24,7 +24,7 @@ from lightning_dpx.torch_compat import (
     disable_current_modes,
     key_of,
     on_tensors_of_tensors,
-    tree_leaves,
+    shares_memory,
     with_memory_in,
 )
 
@@ -230,12 +230,15 @@ def needed(collectives: Sequence[Collective], saved: int) -> list[Collective]:
     return [collective for collective in collectives if collective.number < saved]
 
 
-def results_apart(collectives: Sequence[Collective], output: Any) -> list[Collective]:
-    """The same, with memory of their own for results that are in what the call returns: others may write to that."""
+def results_apart(collectives: Sequence[Collective]) -> list[Collective]:
+    """The same, with memory of their own for results that others hold as well, who may write to them.
+
+    Whoever it is: what the call returns, in whatever it is packed, or a container that it was given. So the call has to
+    be over, and what it has saved has to be let go of.
+    """
     found = list(collectives)
-    returned = {key_of(part.untyped_storage()) for part in _with_memory(tree_leaves(output))}
     for at, collective in enumerate(found):
-        if collective.result is not None and collective.storage in returned:
+        if collective.result is not None and shares_memory(collective.result):
             with disable_current_modes(), torch.no_grad():
                 found[at] = replace(collective, result=collective.result.clone())
     return found

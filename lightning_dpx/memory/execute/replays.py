@@ -151,11 +151,13 @@ class Replay:
             self._changed = {at for at, version in enumerate(self._versions) if now[at] != version}
         self._sizes = [tensor.numel() for tensor in saved]
         if self.call.is_distributed:
-            self._met = results_apart(self._met, output)
             self._returned = _counters_of_shared(output, saved)
         else:
             self._outputs = _counters(output)
         self.saved = []
+        # The last names of these here: from now on only others hold what the call has saved.
+        del saved
+        self._met = results_apart(self._met)
         self.is_dropped = True
         return ""
 

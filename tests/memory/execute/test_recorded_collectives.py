@@ -1,8 +1,9 @@
 """What collectives give in a call is kept for its replay, which meets no other process."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -184,15 +185,41 @@ class Returns(Block):
         return met, self.down(F.gelu(self.up(self.norm(met * 2))))
 
 
-def test_a_result_that_a_call_returns_may_be_written_to_later(mesh: DeviceMesh) -> None:
+@dataclass
+class Both:
+    """What no tree of outputs opens."""
+
+    met: Tensor
+    out: Tensor
+
+
+class ReturnsBoth(Returns):
+    def forward(self, x: Tensor) -> Both:
+        return Both(*super().forward(x))
+
+
+class FillsBox(Returns):
+    def forward(self, x: Tensor, box: dict[str, Tensor]) -> Tensor:
+        box["met"], out = super().forward(x)
+        return cast(Tensor, out)
+
+
+@pytest.mark.parametrize("kind", [Returns, ReturnsBoth, FillsBox])
+def test_a_result_that_leaves_a_call_may_be_written_to_later(mesh: DeviceMesh, kind: type[Returns]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.returns = Returns(mesh, Sum.apply)
+            self.returns = kind(mesh, Sum.apply)
 
         def forward(self, x: Tensor) -> Tensor:
-            met, out = self.returns(x)
+            box = dict[str, Tensor]()
+            if kind is FillsBox:
+                out = self.returns(x, box)
+                met = box["met"]
+            else:
+                both = self.returns(x)
+                met, out = (both.met, both.out) if isinstance(both, Both) else both
             changed: Tensor = met.mul_(0.5)
             return changed + out
 
@@ -256,8 +283,9 @@ def test_only_results_before_the_last_saved_tensor_are_needed(mesh: DeviceMesh) 
     kept = needed(record.found, 5)
     assert kept == record.found[:1]
     # What is returned may be written to by others.
-    (apart,) = results_apart(kept, {"first": results[0]})
+    (apart,) = results_apart(kept)
     results[0].add_(1)
     assert torch.equal(apart.result, torch.ones(4))
-    assert results_apart(kept, results[1]) == kept
     assert sharing_memory([results[0][1:], results[1], 3], [results[0]])[0].shape == (3,)
+    results.clear()
+    assert results_apart(kept) == kept, "nobody else is left who could write to it"
