@@ -49,11 +49,10 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _TriedReduction:
-    """What a reduction has taken: of the gradients of ``active`` replicas, for parameters of these kinds (K x N)."""
+    """What reductions have taken, for parameters of these kinds (K x N): by the replicas that have gradients."""
 
-    active: set[int]
     kinds: list[list[tuple[Any, ...]]]
-    taken: dict[torch.device, int]
+    taken: dict[frozenset[int], dict[torch.device, int]]
 
 
 class GradientSums:
@@ -295,9 +294,14 @@ class GradientSums:
         if len(columns) == 1:  # nothing travels
             return self._no_bytes(columns)
         kinds = [[_KIND(parameter) for parameter in column] for column in columns]
-        if self._tried is None or self._tried.active != set(active) or self._tried.kinds != kinds:
-            self._tried = _TriedReduction(set(active), kinds, self._try_reduction(active, columns))
-        return dict(self._tried.taken)
+        if self._tried is None or self._tried.kinds != kinds:
+            self._tried = _TriedReduction(kinds, {})
+        taken = self._tried.taken
+        # A short batch leaves some without any, and the next one is whole again.
+        key = frozenset(active)
+        if key not in taken:
+            taken[key] = self._try_reduction(active, columns)
+        return dict(taken[key])
 
     def _no_bytes(self, columns: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.device, int]:
         """Of every device that a reduction may take memory on."""
