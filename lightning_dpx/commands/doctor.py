@@ -81,7 +81,9 @@ def devices() -> list[Finding]:
     there = accelerators()
     for device in there:
         size = capacity_of(device)
-        name = torch.get_device_module(device).get_device_name(device)
+        # Of a type with one device only, torch does not tell what it is called.
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        name = device.type if named is None else named(device)
         # What other processes hold is shown only where it is known, and there is some.
         held = f", {size.others / GIB:.1f} GiB held by others" if size.others else ""
         found.append(Finding(str(device), f"{name}, {size.total / GIB:.1f} GiB{held}"))

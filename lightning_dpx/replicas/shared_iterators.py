@@ -514,8 +514,7 @@ def _copied(value: Any, home: torch.device | None) -> Any:
         if home is None or is_host(home) or canonical_device(tensor.device) != home:
             return tensor.detach().clone()
         # The executor has made the replica's device current in this thread.
-        here = torch.device(home.type, torch.get_device_module(home.type).current_device())
-        return tensor.detach().to(here, copy=True)
+        return tensor.detach().to(canonical_device(home.type), copy=True)
 
     return tree_map_only(torch.Tensor, of_replica, value)
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
+from lightning_dpx.commands import doctor
 from lightning_dpx.devices import allocated_and_peak, capacity_of, device_context, free_bytes, reset_peak_memory
 from lightning_dpx.devices.identity import canonical_device, is_only_of_its_type
 from lightning_dpx.memory.tracing.allocator_account import hidden_on
+from lightning_dpx.replicas.shared_iterators import SharedIterator
 from tests.conftest import SIMULATED, make_trainer
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=str(SIMULATED))
@@ -93,6 +95,19 @@ def test_what_it_holds_is_told_as_far_as_torch_knows(only: torch.device) -> None
     assert free_bytes(only) == 64 * MIB - held
     assert capacity_of(only) == (held, 64 * MIB, 0)
     assert hidden_on(only) == "torch tells no peaks of sim devices"
+
+
+def test_the_doctor_names_it_by_its_type(only: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "accelerators", lambda: [only])
+    found = {finding.topic: finding.value for finding in doctor.devices()}
+    assert found["sim:0"] == "sim, 0.1 GiB"
+
+
+def test_items_of_shared_iterators_are_copied_to_it(only: torch.device) -> None:
+    given = torch.ones(2, device=only)
+    taken = next(SharedIterator(iter([given]), only))
+    assert taken.device == only
+    assert torch.equal(taken.cpu(), given.cpu())
 
 
 class Blocks(LightningModule):
