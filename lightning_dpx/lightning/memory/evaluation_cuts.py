@@ -181,7 +181,7 @@ class EvaluationCuts:
                 least = format_bytes(needs.peak(rows, rows))
                 # What takes nothing is not what exceeds it: parameters and gradients alone do.
                 if needs.peak(rows):
-                    rank_zero_warn(f"dpx: {takes}. It stays in one piece, as row by row it still takes {least}.")
+                    rank_zero_warn(f"dpx: {takes}. {self._stays()}, as row by row it still takes {least}.")
                 continue
             place = partition.device_of[here[0].replica.index]
             # Never fewer, as an earlier loader or a larger batch needed them.
@@ -202,11 +202,16 @@ class EvaluationCuts:
         session.rehearsals.reopen(name)
         return True
 
+    def _stays(self) -> str:
+        if self._session.options.chooses_micro_batches:
+            return "It stays in one piece"
+        return f"It runs as micro_batches={self._session.options.micro_batches} says"
+
     def _tell_of_too_few(self, takes: str, peak: int, given: int, number: int) -> None:
         in_so_many = f", in {given} micro-batches {format_bytes(peak)}" if given > 1 else ""
         rank_zero_warn(
             f"dpx: {takes}{in_so_many}. It exceeds that, as micro_batches={self._session.options.micro_batches} was "
-            f"asked for; micro_batches='auto' would run it in {number}."
+            f"asked for; micro_batches='auto' would try {number}."
         )
 
     def leave(self, name: str, reason: str) -> bool:

@@ -214,7 +214,7 @@ def test_steps_by_hand_train_on_as_before(sim, hardware, devices, one_device) ->
 
 def test_a_number_that_was_asked_for_is_no_other_in_evaluation(one_device, caplog) -> None:
     caplog.set_level("INFO")
-    with pytest.warns(UserWarning, match=r"_step on 256 rows .* in 2 .* micro_batches=2 was asked for; .* in 3"):
+    with pytest.warns(UserWarning, match=r"_step on 256 rows .* in 2 .* micro_batches=2 was asked for; .* try 3"):
         torch.testing.assert_close(evaluated(Wide(), 3 << 20, micro_batches=2), one_device)
     assert "it runs in" not in said(caplog)
 
