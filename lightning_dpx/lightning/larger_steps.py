@@ -69,35 +69,41 @@ def rows_worth_timing(
     return None
 
 
-def larger_batch(trainer: Trainer, module: LightningModule, rows: int) -> Any | None:
-    """A batch of ``rows`` rows, as the training step would get it from a loader with that batch size.
+def larger_batch(trainer: Trainer, module: LightningModule, rows: int) -> tuple[Any, int] | None:
+    """A batch of ``rows`` rows, as the training step would get it from a loader with that batch size, and its rows.
 
     Returns:
-        ``None`` where such a batch cannot be made: of a data set that can only be gone through, of several loaders, of
-        batches that a sampler composes, of a data set with fewer rows; announced, where collating fails.
+        Fewer rows, where loading takes its time. ``None`` where no such batch can be made: of a data set that can only
+        be gone through, of several loaders, of batches that a sampler composes; announced, where collating fails.
     """
     # Lightning gives what the user gave: one loader, or any collection of them.
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return None
     try:
-        # Items that are asked for beyond the last one may be anything, or endless.
-        if len(loader.dataset) < rows:  # type: ignore[arg-type]
-            return None
-        until = time.monotonic() + _LONGEST_LOADING
-        items = []
-        # The first ones: the order of the sampler is the run's own, and is not drawn from.
-        for index in range(rows):
-            items.append(loader.dataset[index])
-            if time.monotonic() > until:
-                return None
+        items = _first_items(loader, rows)
         # In the order in which the loops call them.
         batch = trainer.precision_plugin.convert_input(loader.collate_fn(items))
         batch = before_batch_transfer(module, batch)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0), len(items)
     except Exception as error:  # noqa: BLE001  whatever the data set, its collating and the hooks of the run are
         rank_zero_warn(
             f"dpx: the time of larger batches is taken from smaller ones alone: one of {rows} rows could not be made "
             f"({describe_error(error)})."
         )
         return None
+
+
+def _first_items(loader: DataLoader[Any], count: int) -> list[Any]:
+    """The first items of the data set, as many as two seconds give.
+
+    The order of the sampler is the run's own, and is not drawn from.
+    """
+    until = time.monotonic() + _LONGEST_LOADING
+    items: list[Any] = []
+    while len(items) < count and time.monotonic() <= until:
+        indices = list(range(len(items), min(count, len(items) + (loader.batch_size or 1))))
+        # What loaders ask for where a data set has it.
+        many = getattr(loader.dataset, "__getitems__", None)
+        items += many(indices) if callable(many) else [loader.dataset[index] for index in indices]
+    return items

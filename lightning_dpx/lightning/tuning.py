@@ -44,6 +44,7 @@ from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, extrapolate
 from lightning_dpx.memory.profile.roofline import rates_of
+from lightning_dpx.memory.profile.scaling import scaled
 from lightning_dpx.notebook import html_table
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_workload, split_sizes
 from lightning_dpx.units import format_part, parse_bytes
@@ -223,6 +224,9 @@ class _Line:
         # The two that were run are taken as they were measured.
         if rows in (self.few, self.more):
             return self.made(rows)
+        if self.few == self.more:
+            # Nothing tells what of one row grows with the rows, so all of it does.
+            return replace(scaled(self(self.more), rows / self.more, rows / self.more), scale=1.0)
         found = extrapolate(self(self.few), self(self.more), (self.few, self.more), rows)
         return replace(found, scale=1.0)
 
@@ -352,10 +356,13 @@ def _tuned(
     batch_sizes = options.sizes(current, len(settings.devices))
     # Elsewhere times are those of a model, which knows of no caches.
     if _runs_on_host(settings):
+        known = rows_of_data(trainer)
         most = [sizes.most_rows(batch_size) for batch_size in batch_sizes]
-        rows = rows_worth_timing(most, whole, current, loading)
+        # A batch size that was asked for may be larger than the data set, and then so many items cannot be loaded.
+        there = [rows for rows in most if known is None or rows <= known]
+        rows = rows_worth_timing(there, whole, current, loading)
         if rows is not None:
-            sizes.slowdown = _slowdown(profiles, whole, rows, larger_batch(trainer, module, rows))
+            sizes.slowdown = _slowdown(profiles, whole, larger_batch(trainer, module, rows))
     found = []
     for batch_size in batch_sizes:
         progress(f"planning batches of {batch_size}")
@@ -365,11 +372,15 @@ def _tuned(
     return Tuning(tuple(found), current, whole(current).basis)
 
 
-def _slowdown(profiles: StepProfiles, whole: _Line, rows: int, batch: Any | None) -> Slowdown:
-    """How much slower a step on ``batch``, of ``rows`` rows, is than on the line ``whole``; not at all without one."""
-    if batch is None:
-        return Slowdown()
+def _slowdown(profiles: StepProfiles, whole: _Line, larger: tuple[Any, int] | None) -> Slowdown:
+    """How much slower a step on a ``larger`` batch, given with its rows, is than on the line ``whole``.
+
+    Without one, or with one that is not larger after all, nothing is known of slower steps.
+    """
     current = whole.more
+    if larger is None or larger[1] <= current:
+        return Slowdown()
+    batch, rows = larger
     try:
         measured = profiles.on_batch(batch, rows).timed(rows)
         # Timed again beside it: a profile may be of another day, from the cache.

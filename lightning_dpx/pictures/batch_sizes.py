@@ -7,6 +7,8 @@ from typing import Any
 from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, new_figure, plain_axes
 from lightning_dpx.units import MIB
 
+_WHOLE = 10  # samples per second, from which on an axis needs no fractions
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSizePoint:
@@ -59,7 +61,7 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
     fastest = max(max(point.samples_per_second, point.measured) for point in points)
     above.set(ylabel="samples per second", ylim=(0, 1.1 * fastest or None))
     # As numbers that are read, and not as multiples of a power of ten.
-    above.yaxis.set_major_formatter("{x:,.0f}")
+    above.yaxis.set_major_formatter("{x:,.0f}" if fastest >= _WHOLE else "{x:.3g}")
     above.set_title("Speed and memory by batch size")
     above.legend(frameon=False, fontsize=9)
     return figure

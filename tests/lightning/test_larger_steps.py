@@ -1,5 +1,6 @@
 """Larger batches than the loader's are made of its own data, and a step on one is timed where that takes no time."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -76,14 +77,15 @@ class Breaks(Dataset[Any]):
 
 
 def made(loader: Any, rows: int, module: Shallow | None = None) -> Any:
-    """The larger batch of a run with this loader."""
+    """The larger batch of a run with this loader, and its rows."""
     return work_on_first_batch(
         make_trainer(), module or Shallow(), loader, lambda trainer, module, _: [larger_batch(trainer, module, rows)]
     )[0]
 
 
 def test_it_is_the_batch_of_a_loader_with_that_batch_size() -> None:
-    inputs, targets = made(DataLoader(DATA, 8), 48, Doubles())
+    (inputs, targets), rows = made(DataLoader(DATA, 8), 48, Doubles())
+    assert rows == 48
     assert torch.equal(inputs, 2 * DATA.tensors[0][:48])
     assert torch.equal(targets, DATA.tensors[1][:48])
 
@@ -91,7 +93,6 @@ def test_it_is_the_batch_of_a_loader_with_that_batch_size() -> None:
 @pytest.mark.parametrize(
     "loader",
     [
-        pytest.param(DataLoader(DATA, 8), id="more rows than there are"),
         pytest.param(DataLoader(Passes(), 8), id="no items to ask for"),
         pytest.param(DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), id="a sampler that makes batches"),
         pytest.param([DataLoader(DATA, 8), DataLoader(DATA, 8)], id="two loaders"),
@@ -104,6 +105,32 @@ def test_where_none_can_be_made_there_is_none(loader: Any) -> None:
 def test_one_that_fails_is_announced() -> None:
     with pytest.warns(UserWarning, match=r"one of 48 rows could not be made \(KeyError: 'item 10'\)"):
         assert made(DataLoader(Breaks(), 8), 48) is None
+
+
+class ByTens(Dataset[Any]):
+    """Gives items together alone, and has been asked for so many."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a loader would not ask for one item")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [DATA[index] for index in indices]
+
+
+def test_items_are_asked_for_as_a_loader_asks() -> None:
+    (inputs, _), rows = made(DataLoader(ByTens(), 10), 48)
+    assert torch.equal(inputs, DATA.tensors[0][:48])
+    assert rows == 48
+
+
+def test_a_data_set_that_takes_its_time_gives_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))  # a second for every batch of the loader
+    (inputs, _), rows = made(DataLoader(DATA, 8), 64)
+    assert len(inputs) == rows == 16
 
 
 def test_steps_between_those_that_were_timed_slow_down_evenly() -> None:
@@ -126,6 +153,12 @@ def test_a_larger_step_runs_only_where_times_are_measured(device: str, largest: 
     Counts.rows.clear()
     dpx.tune(Counts(), DataLoader(DATA, 8), devices=[device], batch_sizes=[8, 64])
     assert max(Counts.rows) == largest
+
+
+def test_a_batch_size_beyond_the_data_set_leaves_the_others_timed() -> None:
+    Counts.rows.clear()
+    dpx.tune(Counts(), DataLoader(DATA, 8), batch_sizes=[8, 64, 128])
+    assert max(Counts.rows) == 64
 
 
 def test_what_is_slower_in_a_larger_step_is_predicted() -> None:

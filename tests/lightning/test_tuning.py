@@ -252,6 +252,12 @@ class Ragged(Rows):
         return DataLoader(range(64), 8, collate_fn=lambda rows: {"number": len(rows)})
 
 
+def test_a_batch_of_one_row_tells_of_others_in_proportion() -> None:
+    one, two = dpx.tune(Shallow(), Rows(1), devices=["cuda:0"], batch_sizes=[1, 2]).batch_sizes
+    assert two.devices[0].unplanned == pytest.approx(2 * one.devices[0].unplanned, rel=0.01)
+    assert two.compute == pytest.approx(2 * one.compute)
+
+
 def test_without_rows_that_are_known_nothing_is_predicted() -> None:
     with pytest.raises(dpx.PlanError, match=r"Batches of other sizes cannot be made of the first one.*has a batch dim"):
         dpx.tune(Shallow(), Ragged())

@@ -4,6 +4,15 @@ from lightning_dpx.pictures import BatchSizePoint, draw_batch_sizes
 from lightning_dpx.units import MIB
 
 
+def test_an_axis_of_slow_steps_has_fractions() -> None:
+    for speed, whole in ((1200.0, True), (1.5, False)):
+        above = draw_batch_sizes([BatchSizePoint("", 32, speed, 0.0, MIB, 0, True)]).axes[0]
+        above.figure.canvas.draw()
+        labels = [label.get_text() for label in above.get_yticklabels()]
+        assert all("." not in label for label in labels) is whole
+        assert len(set(labels)) == len(labels)
+
+
 def test_speeds_peaks_and_what_does_not_fit() -> None:
     points = [
         BatchSizePoint("bf16", 32, 100.0, 90.0, 10 * MIB, 30 * MIB, False),
