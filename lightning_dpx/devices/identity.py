@@ -25,7 +25,9 @@ def canonical_device(device: torch.device | str) -> torch.device:
         try:
             # Torch names the only one by this index, and never asks which one is current.
             if is_only_of_its_type(device):
-                return torch.device(device.type, 0)
+                only = torch.device(device.type, 0)
+                _check_present(only)
+                return only
             return torch.device(device.type, torch.get_device_module(device).current_device())
         # A torch that was built without CUDA raises an AssertionError for it.
         except (AttributeError, RuntimeError, AssertionError) as error:
