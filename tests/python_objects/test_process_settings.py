@@ -146,11 +146,15 @@ def handled(rows):
 def test_gpus_that_are_asked_for_whole_float32_do_not_compute_in_tf32() -> None:
     """It was taken for granted, as the older names raise: checks on GPUs passed what differs in the fourth digit."""
     backends: Any = torch.backends
-    assert gpus_compute_in_tf32()  # torch's default for convolutions
-    before = backends.fp32_precision
-    backends.fp32_precision = "ieee"
+    # One by one: what other tests have asked of a single kind of operator holds for it whatever all are asked.
+    kinds = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    before = [kind.fp32_precision for kind in kinds]
     try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
         assert not gpus_compute_in_tf32()
+        backends.cudnn.conv.fp32_precision = "tf32"
+        assert gpus_compute_in_tf32()
     finally:
-        backends.fp32_precision = before
-    assert gpus_compute_in_tf32()
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
