@@ -400,7 +400,6 @@ user_cache_dir: Callable[..., str] = _appdirs.user_cache_dir
 # ---- attributes, as functions without Python frames: thousands of tensors are asked in every step ----
 
 key_of: Callable[[Any], int] = attrgetter("_cdata")
-
 version_counter: Callable[[torch.Tensor], int] = attrgetter("_version")
 view_base: Callable[[torch.Tensor], Any] = attrgetter("_base")
 schema_of: Callable[[Any], Any] = attrgetter("_schema")

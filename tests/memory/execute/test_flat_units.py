@@ -178,6 +178,6 @@ def test_units_are_planned_in_the_dtype_that_they_compute_in(policy: MixedPrecis
     before = steps.gradients()
     assert plan.unplanned_peak == pytest.approx(steps.peak(), rel=0.05)
     dpx.apply_plan(model, plan)
-    assert not plan.keeps_all, "values are dropped, or calls are replayed, whichever takes less here"
+    assert plan.dropped | plan.replayed, "whichever takes less here"
     assert all(map(torch.equal, steps.gradients(), before))
     assert steps.peak() == pytest.approx(plan.peak, rel=0.05)
