@@ -60,15 +60,8 @@ class Collective:
     obstacle: str = ""
 
 
-class RecordsCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what collectives give.
-
-    Args:
-        number_saved: Tells how many tensors autograd has saved so far.
-
-    Attributes:
-        found: The collectives so far, in order.
-    """
+class _MeetsCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells collectives, the waits for them, and all other operators apart."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -78,28 +71,60 @@ class RecordsCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True  # compiled functions, such as flex_attention, would run eagerly in here
 
-    def __init__(self, number_saved: Callable[[], int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._number_saved = number_saved
-        self.found: list[Collective] = []
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # These do the operator on their parts; that comes here again, with its collectives.
         if on_tensors_of_tensors(types):
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace not in COLLECTIVES:
-            # Before the first collective there is nothing that a write could spoil.
-            if self.found:
-                self._look_for_writes(func, args, kwargs)
+            self._other(func, args, kwargs)
             return func(*args, **kwargs)
         name = name_of(func)
         if name == _WAIT:
-            out = func(*args, **kwargs)
-            self._is_there(args[0])
-            return out
+            return self._wait(func, args, kwargs)
         if name in _ALONE:
             return func(*args, **kwargs)
+        return self._collective(name, func, args, kwargs)
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operator of this process alone is about to run."""
+        raise NotImplementedError
+
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a wait for a collective gives."""
+        raise NotImplementedError
+
+    def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a collective gives."""
+        raise NotImplementedError
+
+
+class RecordsCollectives(_MeetsCollectives):
+    """Keeps what collectives give.
+
+    Args:
+        number_saved: Tells how many tensors autograd has saved so far.
+
+    Attributes:
+        found: The collectives so far, in order.
+    """
+
+    def __init__(self, number_saved: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._number_saved = number_saved
+        self.found: list[Collective] = []
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> None:
+        # Before the first collective there is nothing that a write could spoil.
+        if self.found:
+            self._look_for_writes(func, args, kwargs)
+
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self._is_there(args[0])
+        return out
+
+    def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         # Noted before it runs: what it waits for may run other operators.
         collective = Collective(name, described(args, kwargs), self._number_saved())
         out = func(*args, **kwargs)
@@ -153,7 +178,7 @@ class RecordsCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     collective.obstacle = f"it writes to what its {collective.operator} has given"
 
 
-class AnswersCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AnswersCollectives(_MeetsCollectives):
     """Gives what collectives gave before, in the same order, and asks no other process.
 
     Args:
@@ -164,37 +189,24 @@ class AnswersCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         RuntimeError: in a block: another collective than that of the first time is about to run.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def __init__(self, call: str, collectives: Iterable[Collective] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._call = call
         self._left = list(reversed(list(collectives)))
         self._given = dict[int, str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if on_tensors_of_tensors(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if func.namespace not in COLLECTIVES:
-            # As in the forward: nothing was given yet, so nothing can be spoilt.
-            if self._given:
-                self._refuse_writes(func, args, kwargs)
-            return func(*args, **kwargs)
-        name = name_of(func)
-        if name == _WAIT:
-            # It was waited for in the forward, and the work that belongs to it is over.
-            if key_of(args[0].untyped_storage()) in self._given:
-                return args[0]
-            return func(*args, **kwargs)
-        if name in _ALONE:
-            return func(*args, **kwargs)
+    def _other(self, func: Any, args: Any, kwargs: Any) -> None:
+        # As in the forward: nothing was given yet, so nothing can be spoilt.
+        if self._given:
+            self._refuse_writes(func, args, kwargs)
+
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # It was waited for in the forward, and the work that belongs to it is over.
+        if key_of(args[0].untyped_storage()) in self._given:
+            return args[0]
+        return func(*args, **kwargs)
+
+    def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         collective = self._left.pop() if self._left else None
         # Raised before the operator runs: no process is asked by mistake.
         if collective is None or collective.result is None:
