@@ -2,12 +2,14 @@
 
 import inspect
 import logging
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MethodType
+from dataclasses import dataclass
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.similar_values import twins_of_calls
+from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.python_objects.object_graph import CopiedEmpty
@@ -200,22 +203,39 @@ class AppliedPlan:
                 stacklevel=2,
             )
 
-    def enter(self, inputs: Any) -> None:
-        """A forward of the root begins, with these inputs."""
+    def enter(self, inputs: Any, caller: FrameType) -> None:
+        """A forward of the root begins, with these inputs, in the code that ``caller`` runs."""
+        self._leave_interrupted()
         # A hook has no block to put a context round: it is entered here, and closed by the other
         # hook. The root may be called within itself, so there is a list of them.
-        stack = ExitStack()
-        if not hasattr(self._local, "entered"):  # of each thread its own
-            self._local.entered = []
+        entered = _Entered(ExitStack(), caller)
         # First, as the other hook takes the last one off also where this one has failed.
-        self._local.entered.append(stack)
-        stack.enter_context(self.active(inputs))
+        self._entered.append(entered)
+        entered.stack.enter_context(self.active(inputs))
 
     def leave(self, output: Any) -> None:
         """A forward of the root is over."""
-        self._local.entered.pop().close()
+        self._entered.pop().stack.close()
         if self._trained:
             self._watch_backward(output)
+
+    @property
+    def _entered(self) -> "list[_Entered]":
+        """The forwards of the root that run in this thread, innermost last."""
+        entered: list[_Entered] | None = getattr(self._local, "entered", None)
+        if entered is None:
+            entered = self._local.entered = []
+        return entered
+
+    def _leave_interrupted(self) -> None:
+        """Takes off what a forward has left on that Ctrl-C has ended: torch calls no hook after one."""
+        entered = self._entered
+        while entered and not _is_running(entered[-1].caller):
+            stack = entered.pop().stack
+            # As the exception would have left it, so that nothing is learnt from a part of a forward.
+            interrupted = KeyboardInterrupt()
+            with STEP_ASIDE.hooks_of_others_off():
+                stack.__exit__(KeyboardInterrupt, interrupted, None)
 
     @property
     def not_found(self) -> dict[str, str]:
@@ -249,6 +269,7 @@ class AppliedPlan:
 
     def remove(self) -> None:
         """Takes its hooks off."""
+        self._leave_interrupted()
         if self.values is not None:
             self.values.remove()
         if self._replays is not None:
@@ -269,6 +290,27 @@ def _saves_for_hooks() -> bool:
     return innermost_transform() is None
 
 
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A forward of the root.
+
+    Attributes:
+        stack: The contexts that it runs in.
+        caller: The code that has entered them: while it runs the forward is not over.
+    """
+
+    stack: ExitStack
+    caller: FrameType
+
+
+def _is_running(code: FrameType) -> bool:
+    """Whether this thread is in ``code``, or in what that calls."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not code:
+        frame = frame.f_back
+    return frame is code
+
+
 class _RootHooks(CopiedEmpty):
     """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
@@ -280,7 +322,7 @@ class _RootHooks(CopiedEmpty):
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._applied is not None:
-            self._applied.enter((args, kwargs))
+            self._applied.enter((args, kwargs), sys._getframe(1))
 
     def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._applied is not None:
@@ -342,7 +384,7 @@ class _ForwardByPlan:
         if applied is None:
             return forward(*args, **kwargs)
         output = None
-        applied.enter((args, kwargs))
+        applied.enter((args, kwargs), sys._getframe())
         try:
             output = forward(*args, **kwargs)
         finally:

@@ -379,8 +379,9 @@ class Replays:
         finally:
             step = self._local.step
             self._local.step = None
-            if step is not None and step.replay is not None:  # a call has ended without telling
-                self._leave(step, step.replay, None)
+            # A call has ended without telling, as with Ctrl-C: what can be said of half of one is no news.
+            if step is not None and step.replay is not None:
+                self._end(step, step.replay, None)
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module with hooks is called."""
@@ -431,13 +432,17 @@ class Replays:
         if is_replayed and step.replay is not None:
             self._leave(step, step.replay, output)
 
-    def _leave(self, step: _Step, replay: Replay, output: Any) -> None:
+    def _end(self, step: _Step, replay: Replay, output: Any) -> str:
+        """A call is no longer watched; says why what it has saved is kept, if it is."""
         step.replay = None
         replay.stop_recording()
         _pop()
         STEP_ASIDE.are(step.outer)
         with DisableTorchFunction():
-            why = replay.left(output)
+            return replay.left(output)
+
+    def _leave(self, step: _Step, replay: Replay, output: Any) -> None:
+        why = self._end(step, replay, output)
         if why:
             self.refused[replay.call.name] = why
         else:

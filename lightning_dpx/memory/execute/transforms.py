@@ -90,6 +90,20 @@ class _StepAside:
         self._local.hooks = hooks
 
     @contextmanager
+    def hooks_of_others_off(self) -> Iterator[None]:
+        """In here the innermost hooks of this thread are those of which :meth:`are` was told last."""
+        # Torch keeps hooks in a stack, from which only the innermost ones can be taken.
+        others = list[tuple[_Hook, _Hook]]()
+        while self.now is not None and (top := top_saved_tensors_hooks(True)) not in (None, self.now):
+            others.append(tuple(top))
+            pop_saved_tensors_hooks()
+        try:
+            yield
+        finally:
+            for hooks in reversed(others):
+                push_saved_tensors_hooks(*hooks)
+
+    @contextmanager
     def disable(self, message: str) -> Iterator[None]:
         """What transforms of this thread find in the place of torch's own."""
         self._local.count = self.count + 1
