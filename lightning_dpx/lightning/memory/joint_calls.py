@@ -14,7 +14,8 @@ from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep, by_device
 from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, applied_plan, forecast_plan
-from lightning_dpx.memory.profile.joining.join_steps import calls_in, has_calls, join_steps, varying_paths
+from lightning_dpx.memory.profile.joining.call_counts import calls_in, has_calls, varying_paths
+from lightning_dpx.memory.profile.joining.join_steps import join_steps
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.units import format_mib
 

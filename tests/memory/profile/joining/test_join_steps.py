@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from lightning_dpx.memory import Profile, forecast_plan, plan_profile, profile_module, scaled
 from lightning_dpx.memory.plan.problem import Problem
-from lightning_dpx.memory.profile.joining.join_steps import calls_in, has_calls, join_steps, varying_paths
+from lightning_dpx.memory.profile.joining.call_counts import calls_in, has_calls, varying_paths
+from lightning_dpx.memory.profile.joining.join_steps import join_steps
 
 WIDTH, ROWS = 32, 256
 
