@@ -15,7 +15,8 @@ import torch
 from lightning_dpx.memory.execute.calls import OutputKey, Replay
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Value, repeat
-from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 
 
 @dataclass(frozen=True, slots=True)

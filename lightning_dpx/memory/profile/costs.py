@@ -27,7 +27,8 @@ from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
 from lightning_dpx.memory.tracing.communication import has_other_processes
-from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.python_objects.leave_no_trace import BeforeWrites, CopyOnWrite, Reach, untouched
 
 

@@ -39,9 +39,10 @@ from lightning_dpx.memory.profile.known_numbers import is_known, with_known_numb
 from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates, rates_of
-from lightning_dpx.memory.tracing.allocator_account import Account, OperatorMemory
-from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.allocator_account import OperatorMemory
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.scratch import inside_bytes
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.python_objects.leave_no_trace import CopyOnWrite, untouched
 from lightning_dpx.torch_compat import (
     FakeTensor,
@@ -102,7 +103,7 @@ class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
         # The account of this device tells nothing of what the operators of another one take
         # inside.
         if self._by_rule:
-            self._account = Account()
+            self.follow_storages_only()
 
     def observed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, OperatorMemory]:
         """The results of an operator, and what it would take."""
@@ -224,11 +225,11 @@ class FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
         self.masks: set[Allocation] = set()
         self.resized: list[Any] = []
         self.resized_bytes: list[int] = []
+        self._ledger.before_event = self._note_resized
 
-    def _event(self, inside: int = 0) -> int:
+    def _note_resized(self) -> None:
         if self.resized:
             self.resized_bytes.append(gathered_bytes(self.resized))
-        return super()._event(inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # fakes are asked for their device by an operator

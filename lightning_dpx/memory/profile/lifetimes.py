@@ -12,7 +12,8 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.values import Unnamed, Value
 from lightning_dpx.memory.profile.costs import CostModel
-from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
 
 

@@ -41,7 +41,8 @@ from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
 from lightning_dpx.memory.profile.lifetimes import AsksItselfError, Lifetimes, natural_lifetimes
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
 from lightning_dpx.memory.profile.step_timer import StepTimer
-from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.progress import at
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.gc_pause import COLLECTOR

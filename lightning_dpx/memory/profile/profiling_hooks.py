@@ -20,7 +20,8 @@ from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
 from lightning_dpx.memory.profile.trials import try_values
 from lightning_dpx.memory.profile.value_table import DeadValue, FoundValues
-from lightning_dpx.memory.tracing.memory_trace import Allocation, MemoryTrace
+from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
 
 _IN_CODE = "compiled code saves it, too"

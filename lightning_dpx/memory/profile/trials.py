@@ -16,7 +16,7 @@ from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import SavedValue
 from lightning_dpx.memory.profile.value_table import FoundValues
-from lightning_dpx.memory.tracing.memory_trace import Allocation
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.progress import at
 from lightning_dpx.torch_compat import key_of
 

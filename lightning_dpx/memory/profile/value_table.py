@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.profile.data import SavedValue
-from lightning_dpx.memory.tracing.memory_trace import Allocation
+from lightning_dpx.memory.tracing.storage_ledger import Allocation
 
 _OFFLOADED = "it cannot be made again, and a step that runs a backward of its own offloads nothing"
 _NOT_IN_GRAPH = "it does not come from the graph"
