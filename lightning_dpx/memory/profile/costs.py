@@ -23,7 +23,7 @@ from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.call_course import CallCourse, course_of
-from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
+from lightning_dpx.memory.profile.replay_trials import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.memory.tracing.allocator_account import account_of, hidden_on
 from lightning_dpx.memory.tracing.communication import has_other_processes

@@ -36,8 +36,8 @@ from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel, Trial
 from lightning_dpx.memory.profile.known_numbers import is_known, with_known_numbers
-from lightning_dpx.memory.profile.noted_calls import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.probe import Probe, Probed, as_probed
+from lightning_dpx.memory.profile.replay_trials import TimedReplay, WatchedReplay
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates, rates_of
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace

@@ -1,79 +1,35 @@
-"""The calls of modules in a profiled step, and what it takes to replay each as a whole.
+"""The calls of modules in a profiled step, watched from their begin until autograd lets go of what they saved.
 
-Every call that could not be told from a second one, and that saves several tensors, is made once more before backward
-begins: that gives its time and its memory, and shows that all tensors come out the same.
+forward    begins --> packed, part --> ends     what a call takes and saves
+then       try_all                              which calls can be replayed: replay_trials.py
+backward   small_is_asked, small_goes           until when what they saved is needed
+after it   calls, holds, compiled               what the profile tells of them
 """
 
-import statistics
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lightning_dpx.devices import HostFullError
 from lightning_dpx.memory.execute.calls import Call
-from lightning_dpx.memory.execute.distributed_tensors import part_here
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.memory.execute.recorded_collectives import Collective, RecordsCollectives, needed
-from lightning_dpx.memory.execute.replays import Replay
-from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import CompiledCall, Hold, SavedCall
+from lightning_dpx.memory.profile.noted_call import HeldTensor, NotedCall, SavedTensors, allocation_of
+from lightning_dpx.memory.profile.replay_trials import ReplayTrials, TriesReplays
 from lightning_dpx.memory.tracing.communication import is_in_group
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
-_LARGEST_PART = 0.6  # of the tensors of a step: replaying more of it at once makes room for nothing
-_FEWEST_BYTES = SMALL  # of the tensors that calls save and that are too small for a decision of their own
-_MOST_TRIES = 3.0  # times the tensors of a step: how much may be tried, the outer calls first
-
-
-@dataclass(frozen=True, slots=True)
-class TimedReplay:
-    """What a call gave when it was made again to see how long that takes.
-
-    Attributes:
-        found: What it saved.
-        seconds: That it took.
-    """
-
-    found: Sequence[torch.Tensor]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedReplay:
-    """What a call gave when it was made again to see what memory that takes.
-
-    Attributes:
-        found: What it saved.
-        trace: What has watched it.
-    """
-
-    found: Sequence[torch.Tensor]
-    trace: MemoryTrace
-
-
-class TriesReplays(Protocol):
-    """A cost model, as far as this file knows it."""
-
-    def timed_replay(self, replay: Replay) -> TimedReplay:
-        """Makes a call again, and measures how long that takes."""
-
-    def watched_replay(self, replay: Replay) -> WatchedReplay:
-        """Makes a call again, and watches the memory that it takes."""
-
-    def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
-        """Whether a tensor that was made again is right."""
 
 
 class SmallPart:
@@ -111,38 +67,6 @@ class _Span:
     call: int
     asked: int = -1
     end: int = -1
-
-
-@dataclass(slots=True)
-class _Noted:
-    """A call of the step that is watched.
-
-    Attributes:
-        call: Which.
-        parent: The one that it is made in.
-        begin: Event.
-        first: The number of the first tensor that autograd saves in it.
-        given: What it takes: the tensor or a copy of it, or the value that is saved; in the order of its arguments.
-        allocations: Of what it takes.
-        end: Event.
-        count: Tensors that are saved in it.
-        random: The state of the generators when the last of them was saved.
-        met: The collectives in it, as far as they are needed to make it again.
-    """
-
-    call: Call
-    parent: int
-    begin: int
-    first: int
-    given: list[Any] = field(default_factory=list)
-    allocations: list[Allocation] = field(default_factory=list)
-    end: int = -1
-    count: int = 0
-    random: int | None = None
-    met: list[Collective] = field(default_factory=list)
-    seconds: float = 0.0
-    most: int = 0
-    again: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by storage: bytes, numbers of tensors
 
 
 class _NotedCollectives(RecordsCollectives):  # type: ignore[no-untyped-call]
@@ -198,22 +122,20 @@ class NotedCalls:
         self._names = names
         self._trace = trace
         self._find = find
-        self._noted: list[_Noted] = []
+        self._noted: list[NotedCall] = []
         self._open: list[int] = []
-        self._buckets: list[tuple[Any, int]] = []  # what autograd holds, weakly; and its elements
-        self._hold_of: dict[int, int] = {}  # by the number of the tensor
+        self._saved = SavedTensors()
         self._holds: list[tuple[str, str, int]] = []  # name, running call, number of the noted one
         self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
         self._right = set[int]()  # numbers of calls that gave the same when they were made again
         self._small: list[_Span] = []
-        self._small_bytes: dict[int, int] = {}  # by the number of the tensor
         self._begun = set[int]()  # calls of whose small tensors backward has asked for one
         self._collectives = _NotedCollectives(self, trace)
 
     @property
     def num_packed(self) -> int:
         """How many tensors autograd has saved so far."""
-        return len(self._buckets)
+        return len(self._saved.held)
 
     def recording(self) -> AbstractContextManager[Any]:
         """A context for a forward, in which what collectives give is kept for the calls."""
@@ -230,7 +152,7 @@ class NotedCalls:
         self._open.append(len(self._noted))
         # What is there round compiled code is to be told exactly, so both of its ends are events.
         begin = self._trace.mark() if self._is_compiled(call) else self._trace.now
-        noted = _Noted(call, parent, begin, len(self._buckets))
+        noted = NotedCall(call, parent, begin, len(self._saved.held))
         self._noted.append(noted)
         # It stays among the open calls all the same, for those that are made in it.
         if call.obstacle:
@@ -261,7 +183,7 @@ class NotedCalls:
         # It is kept until the calls are tried, and the graph that it stands in must not be.
         noted.call = call.apart()
         noted.end = self._trace.mark() if self._is_compiled(call) else self._trace.now
-        noted.count = len(self._buckets) - noted.first
+        noted.count = len(self._saved.held) - noted.first
         # Compiled code has no operators that could be repeated one by one.
         fewest = 1 if self._is_compiled(call) else _FEWEST_TENSORS
         # Otherwise the last state was noted before this call began to save.
@@ -288,7 +210,7 @@ class NotedCalls:
                 # is tried.
                 noted.given[at] = weakref.ref(value)
 
-    def _can_be_given_again(self, noted: _Noted) -> bool:
+    def _can_be_given_again(self, noted: NotedCall) -> bool:
         """Whether what collectives gave in the call is there for a replay, which asks no other process."""
         if not noted.met:
             return True
@@ -297,20 +219,20 @@ class NotedCalls:
             return False
         # A replay that draws from unknown states goes on to the call's end.
         if not noted.call.draws.drew or noted.random is not None:
-            noted.met = needed(noted.met, len(self._buckets))
+            noted.met = needed(noted.met, len(self._saved.held))
         return not any(collective.obstacle for collective in noted.met)
 
     def packed(self, elements: int, held: Any, hold: int, name: str) -> None:
         """Autograd saves a tensor of so many elements, and holds ``held`` for it."""
-        number = len(self._buckets)
-        self._buckets.append((weakref.ref(held), elements))
+        number = len(self._saved.held)
+        self._saved.held.append(HeldTensor(weakref.ref(held), elements))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
             # A call that is made again ends with the last tensor that it saved, and the generators
             # are compared there. Which tensor is the last shows only when the call is over.
             self._random = number, self._noted[innermost].call.draws.digest()
         if hold >= 0:
-            self._hold_of[number] = hold
+            self._saved.hold_of[number] = hold
             stack = self._names.stack
             self._holds.append((name, stack[-1][0] if stack else "", innermost))
 
@@ -320,10 +242,10 @@ class NotedCalls:
         if innermost < 0:
             return held
         # What was there before the step gives no memory free, whatever is replayed.
-        made = [part for part in with_memory_in(tensor) if _allocation_of(part, self._trace) is not None]
+        made = [part for part in with_memory_in(tensor) if allocation_of(part, self._trace) is not None]
         if not made:
             return held
-        self._small_bytes[len(self._buckets)] = sum(part.nbytes for part in made)
+        self._saved.small_bytes[len(self._saved.held)] = sum(part.nbytes for part in made)
         self._small.append(_Span(innermost))
         return SmallPart(held, self, len(self._small) - 1)
 
@@ -339,121 +261,13 @@ class NotedCalls:
         self._small[number].end = self._trace.now
 
     def try_all(self, costs: TriesReplays) -> None:
-        """Makes calls again, outer ones first; those that do not give the same are no longer considered.
-
-        All of a kind are tried or none: a plan is to treat equal layers alike.
-        """
-        left = _MOST_TRIES * len(self._buckets)
-        most = _LARGEST_PART * len(self._buckets)
-        kinds: dict[tuple[Any, ...], list[int]] = {}
-        for number, noted in enumerate(self._noted):
-            if noted.end >= 0 and noted.given and noted.count <= most and self._saves_enough(noted):
-                kinds.setdefault(self._kind(noted), []).append(number)
-        # A call saves at least as much as those within it, so the most tensors are those of outer
-        # calls.
-        for numbers in sorted(kinds.values(), key=lambda numbers: -self._noted[numbers[0]].count):
-            tensors = sum(self._noted[number].count for number in numbers)
-            if tensors > left:  # a smaller kind may still be tried
-                continue
-            left -= tensors
-            self._right.update(self._right_of(numbers, costs))
+        """Makes calls again; those that do not give the same are no longer considered."""
+        self._right.update(ReplayTrials(self._noted, self._saved, costs).run())
+        # What was kept for the trials alone.
         for noted in self._noted:
             noted.given = []
             for collective in noted.met:
                 collective.result = None
-
-    def _right_of(self, numbers: Sequence[int], costs: TriesReplays) -> list[int]:
-        """Those of a kind that give the same when they are made again.
-
-        Each is tried, also within a call that was right: one of them alone may depend on what that call does round it
-        unseen, such as a context variable.
-        """
-        right = list[int]()
-        for number in numbers:
-            like = self._noted[right[0]] if right else None
-            if self._is_faithful(self._noted[number], costs, like):
-                right.append(number)
-        # One of them may have been hit by whatever else the machine did at that moment; equal layers
-        # are to have equal prices.
-        typical = statistics.median_low([self._noted[number].seconds for number in right]) if right else 0.0
-        for number in right:
-            self._noted[number].seconds = typical
-        return right
-
-    def _is_faithful(self, noted: _Noted, costs: TriesReplays, like: _Noted | None) -> bool:
-        try:
-            return self._is_right(noted, costs, like)
-        # That says nothing of the call: whatever is alive then, the profile needs fewer rows.
-        except HostFullError:
-            raise
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
-            return False
-        except Exception:  # noqa: BLE001  a call of a module runs whatever its author wrote
-            return False
-
-    def _saves_enough(self, noted: _Noted) -> bool:
-        """Whether a replay of the call would give memory free that a plan can count on."""
-        numbers = range(noted.first, noted.first + noted.count)
-        if any(at in self._hold_of for at in numbers):
-            return True
-        return sum(self._small_bytes.get(at, 0) for at in numbers) >= _FEWEST_BYTES
-
-    def _numbered(self, noted: _Noted) -> list[tuple[int, tuple[Any, int]]]:
-        """What autograd holds of a call, each with its number among all that the step saves."""
-        return [(at, self._buckets[at]) for at in range(noted.first, noted.first + noted.count)]
-
-    def _kind(self, noted: _Noted) -> tuple[Any, ...]:
-        """Equal for calls that save tensors of the same sizes for modules of one class."""
-        sizes = tuple(size for _, (_, size) in self._numbered(noted))
-        met = tuple((one.operator, one.number - noted.first) for one in noted.met)
-        return type(noted.call.module), len(noted.call.arguments.tensors), noted.call.draws.drew, sizes, met
-
-    def _is_right(self, noted: _Noted, costs: TriesReplays, like: _Noted | None) -> bool:
-        """Makes the call again; ``like`` is one of its kind that was watched already."""
-        given = _given_to(noted)
-        if given is None:
-            return False
-        sizes = [size for _, (_, size) in self._numbered(noted)]
-
-        def replay() -> Replay:
-            return Replay.noted(noted.call, given, sizes, noted.random, noted.met)
-
-        # Calls of one kind take the same memory: the first of them is watched, and the others are
-        # only timed and compared.
-        if like is None:
-            watched = costs.watched_replay(replay())
-            self._watch(noted, watched)
-            # Both times: what gives other numbers every second time would be right the next.
-            if not self._are_right(noted, watched.found, costs):
-                return False
-        else:
-            noted.most = like.most
-            noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
-        trial = costs.timed_replay(replay())
-        noted.seconds = trial.seconds
-        return self._are_right(noted, trial.found, costs)
-
-    def _are_right(self, noted: _Noted, found: Sequence[torch.Tensor | None], costs: TriesReplays) -> bool:
-        """Whether these are what the call saved; of bytes, some may be what a library keeps and never writes."""
-        for again, (_, (held, _)) in zip(found, self._numbered(noted), strict=True):
-            original = _tensor_of(held)
-            if original is None or again is None or again.dtype == torch.uint8:
-                continue
-            again, original = part_here(again), part_here(original)
-            if again.shape != original.shape or again.dtype != original.dtype or not costs.is_same(again, original):
-                return False
-        return True
-
-    def _watch(self, noted: _Noted, trial: WatchedReplay) -> None:
-        """Notes what a call takes that was watched while it was made again."""
-        trace = trial.trace
-        noted.most = max(trace.curve, default=0)
-        for at, tensor in enumerate(trial.found):
-            for part in () if tensor is None else with_memory_in(tensor):
-                allocation = _allocation_of(part, trace)
-                if allocation is not None:
-                    noted.again.setdefault(id(allocation), (allocation.num_bytes, []))[1].append(at)
 
     def holds(self, asked: Sequence[int], ends: Sequence[int]) -> tuple[Hold, ...]:
         """What autograd has held, in order; then the small tensors of calls, without a name.
@@ -536,17 +350,17 @@ class NotedCalls:
             )
         return tuple(calls)
 
-    def _memory_kept_for(self, noted: _Noted) -> list[Allocation]:
+    def _memory_kept_for(self, noted: NotedCall) -> list[Allocation]:
         """Of what the call was given by its caller, and by collectives, where that was made in the step."""
         by_collectives = [self._collectives.memory.get(collective) for collective in noted.met]
         return [*noted.allocations, *(allocation for allocation in by_collectives if allocation is not None)]
 
-    def _made_again(self, noted: _Noted, ends: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
+    def _made_again(self, noted: NotedCall, ends: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
         """What a replay of a call makes: bytes with the events at which they go, and bytes of which none is known."""
         again = []
         small = 0
         for size, numbers in noted.again.values():
-            goes = [ends[self._hold_of[noted.first + at]] for at in numbers if noted.first + at in self._hold_of]
+            goes = [ends[hold] for hold in self._saved.holds_of(noted, numbers)]
             # What is no value has no hold that tells when it goes: it is taken to stay as long as
             # anything of the call.
             if goes:
@@ -573,42 +387,3 @@ def _given_memory(
             goes = allocation.died
         beside[key] = (allocation.num_bytes, goes)
     return tuple(saved.values()), tuple(beside.values())
-
-
-def _given_to(noted: _Noted) -> list[torch.Tensor] | None:
-    """The tensors that a call was given; nothing where one of them is gone.
-
-    Raises:
-        NotRecomputable: one was written to since.
-    """
-    for argument in noted.call.arguments.tensors:
-        argument.tensor()  # what is kept here is a copy, and shows no writes
-    given: list[torch.Tensor] = []
-    for held in noted.given:
-        tensor = _tensor_of(held)
-        if tensor is None:
-            return None
-        given.append(tensor)
-    return given
-
-
-def _allocation_of(tensor: torch.Tensor, trace: MemoryTrace) -> Allocation | None:
-    """What ``trace`` knows of the memory of ``tensor``, if that has one block of memory."""
-    if tensor.layout is torch.strided:
-        return trace.allocation_of(tensor.untyped_storage())
-    return None
-
-
-def _tensor_of(held: Any) -> torch.Tensor | None:
-    """The tensor itself, behind weak references and values."""
-    if isinstance(held, weakref.ref):
-        held = held()
-    if isinstance(held, Unnamed | Value):
-        return held.tensor
-    if isinstance(held, View):
-        if held.value.tensor is None:
-            return None
-        return held.read()
-    if isinstance(held, torch.Tensor):
-        return held
-    return None

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.profile.costs import CostModel, Trial
-from lightning_dpx.memory.profile.noted_calls import TimedReplay
 from lightning_dpx.memory.profile.profiler import profile_step
+from lightning_dpx.memory.profile.replay_trials import TimedReplay
 
 CPU = torch.device("cpu")
 LAYERS = 12
