@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from lightning_dpx.errors import ReplicationError, some_of
-from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
+from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.evaluation import EvaluationFlow, loader_index
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_api import TrainerFn, pl, rank_zero_warn

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import lightning_dpx as dpx
 import tests.conftest as shared
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer
-from tests.lightning import test_batch_writes as writes
 from tests.lightning import test_gradient_hooks as hooks
+from tests.lightning.batch_writes import test_batch_writes as writes
 from tests.lightning.manual import test_manual_gradients as by_hand
 from tests.lightning.manual.test_manual import GAN, SAMByTwoSteps, WithSAM
 from tests.lightning.metrics.test_metrics import Measured

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import ReplicationError
-from lightning_dpx.lightning.batch_writes import BatchWrites, unlike_one_batch
+from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites, unlike_one_batch
 from lightning_dpx.lightning.gradient_hooks import GradientHooks, has_hooks
 from lightning_dpx.lightning.lightning_api import pl
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of

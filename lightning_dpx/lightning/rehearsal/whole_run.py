@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_dpx.devices import raises_out_of_memory
-from lightning_dpx.lightning.batch_writes import BatchWrites
+from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.made_metrics import MadeMetrics, why_whole
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
