@@ -172,6 +172,7 @@ class BatchWrites:
                 return f"{name}: {error}"
             put_at(self._shown, path, whole)
         for path in paths:
+            # Messages and checks name all items of such a list, not those of one slice.
             start = self._of_all_rows(path, rows)
             for place, value in leaves_by_path(value_at(self._shown, start), start):
                 self.values[".".join(["batch", *map(str, place)])] = value

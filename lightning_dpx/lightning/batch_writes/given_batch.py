@@ -119,12 +119,14 @@ def given_batch(batch_slice: BatchSlice, batch: Any, shown: Any, *, is_as_loaded
 def on_host(given: GivenBatch, shown: Any) -> GivenBatch:
     """The same batch on the host, in which the same counts as written; ``shown`` is the whole batch of the hooks."""
     written = list(written_paths(given, given.now(shown)))
+    # Marks hold tensors, so those of the device must not stay in them.
     there = tree_map_only(torch.Tensor, torch.Tensor.cpu, given.batch)
     opened = {path: value_at(there, path) for path, node in given.opened.items() if value_at(given.batch, path) is node}
     copied = GivenBatch(given.batch_slice, there, given.is_as_loaded, None, [], {}, {}, opened)
     for path, value in copied.now(shown).items():
         copied.others[path] = _Mark.of(value)
     for path in written:
+        # Whatever is compared with it, the step has written there.
         copied.others[path] = _NEVER_CURRENT
     return copied
 

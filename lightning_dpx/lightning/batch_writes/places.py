@@ -36,6 +36,7 @@ def child_of(node: Any, key: Any) -> Any:
 def children_by_key(node: Any) -> list[tuple[Any, Any]] | None:
     """As ``children_of``, with the keys themselves."""
     if isinstance(node, MutableMapping):
+        # Keys of a dict need not be texts, and hooks look them up as they are.
         return list(node.items())
     children = children_of(node)
     if children is not None and isinstance(node, Sequence) and not hasattr(node, "_fields"):
@@ -88,6 +89,7 @@ def remove_from(node: Any, key: Any) -> None:
 def exchange_memory(tensor: Any, value: Any) -> None:
     """A tensor in a tuple, or that is the batch, gets another one's memory."""
     if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor):
+        # The object stays the one that hooks and loaders hold.
         tensor.data = value.detach()
 
 

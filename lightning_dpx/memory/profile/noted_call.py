@@ -63,6 +63,7 @@ class HeldTensor:
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor; ``None`` if it is gone."""
+        # Weakly: a trial must not keep alive what the step itself has let go of.
         return tensor_of(self.held)
 
 

@@ -39,6 +39,7 @@ class GeneratorStates:
 
     def _get_and_tell(self) -> torch.Tensor:
         state = self._get()
+        # A copy: another thread may begin or end a trace meanwhile.
         for thread, listener in tuple(self._listeners):
             if thread == threading.get_ident():
                 listener(state)

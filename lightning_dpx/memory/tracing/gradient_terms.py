@@ -50,6 +50,7 @@ class GradientTerms:
         # Zeros are filled in place only right after they were made.
         if known is None or (not is_sum and known is not self._constant):
             return None
+        # A sum of another size, as after broadcasting, has no room in its term.
         if known.num_bytes != out.untyped_storage().nbytes():
             return None
         return known
@@ -68,6 +69,7 @@ def _called_by_engine() -> bool:
     if current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(1)
+    # The frames up to the mode are this package's own, however many there are.
     while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
     while frame is not None and frame.f_code.co_name in _BETWEEN:

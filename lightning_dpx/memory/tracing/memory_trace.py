@@ -140,6 +140,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.device != self._device or self.allocation_of(tensor.untyped_storage()) is not None:
                 return
             self._ledger.settle()
+            # It is there before its event, as the results of an operator are.
             self._ledger.add(tensor.untyped_storage())
             self._ledger.add_event()
 

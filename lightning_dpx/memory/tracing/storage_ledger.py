@@ -115,6 +115,7 @@ class StorageLedger:
 
     def add_event(self, inside: int = 0) -> int:
         """Adds an event in which ``inside`` bytes are there beside the storages; returns its number."""
+        # Fakes of sharded parameters are resized without an operator, so they are asked for at every event.
         if self.before_event is not None:
             self.before_event()
         self.curve.append(self.live + inside)
@@ -131,6 +132,7 @@ class StorageLedger:
         """
         made = self.allocations[num_earlier:]
         if inside and made:
+            # Whether its results stay is known only at the end of the step, and the most without them depends on that.
             self._courses[self.now] = _PeakWithin(before, taken, made)
         self.operators.append(self.add_event(inside))
 
@@ -164,6 +166,7 @@ class StorageLedger:
 
     def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
         """From now on the end of ``storage`` is the end of ``allocation``."""
+        # The storage itself must not be in what is called at its end: it would never come.
         address = key_of(storage)
 
         def end(_reference: Any) -> None:

@@ -44,6 +44,7 @@ class EventMap:
         # An event at a cut comes after what is put in there.
         self._shift = np.zeros(len(splice.base.curve) + 1, dtype=np.int64)
         for cut in self.cuts:
+            # Cuts come in order, so all that was put in so far stands before this one.
             starts = self._backward_starts if cut.is_backward else self._forward_starts
             starts[cut.piece] = cut.event + self.num_added
             length = cut.end - cut.begin
@@ -62,6 +63,7 @@ class EventMap:
         if event < 0:
             return event
         piece = self._splice.pieces[number]
+        # An event of the donor says by itself which of the two parts of its piece it belongs to.
         if event < self._splice.donor.forward_events:
             begin, end = piece.forward
             start = self._forward_starts[number]

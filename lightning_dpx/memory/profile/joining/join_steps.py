@@ -114,6 +114,7 @@ def _without_values(profile: Profile, missing: Collection[int]) -> Profile:
 
 def _insert(base: Profile, donor: Profile, wanted: Collection[int]) -> Profile:
     """The base, and in it those of the ``wanted`` values of the donor that it lacks, with their calls."""
+    # Each joins one more profile, so the base may have got some of these calls from an earlier donor.
     splice = Splice.of(base, donor, wanted)
     if not splice.pieces:
         return base

@@ -28,6 +28,7 @@ class JoinedCalls:
         self._piece_of_call = self._find_calls_of_pieces()
         # Before they are sorted: the base's calls with their own numbers, then those of the pieces.
         self._unsorted_of_donor: dict[int, int] = {}
+        # Parents are named by number, so all must be numbered before the first of them is moved.
         for number in self._piece_of_call:
             self._unsorted_of_donor[number] = len(splice.base.calls) + len(self._unsorted_of_donor)
         unsorted = [*self._moved_base_calls(), *self._moved_calls_of_pieces()]
@@ -96,6 +97,7 @@ class JoinedCalls:
         return moved
 
     def _moved_hold_of_piece(self, hold: Hold, piece: int) -> Hold:
+        # The call may be one that the base makes as well, within which only this value is new.
         call = self._sorted[self._unsorted_number(hold.call)]
         asked = self._events.of_piece(piece, hold.asked)
         end = self._events.of_piece(piece, hold.end)

@@ -65,6 +65,7 @@ def kept_by_pieces(splice: Splice, new_storages: Mapping[int, int]) -> list[int]
     """
     kept = [0] * len(splice.pieces)
     for storage, number in new_storages.items():
+        # The curve cannot tell it alone: what a piece makes may be used, and kept, by calls of the base as well.
         kept[number] += splice.donor.storages[storage].num_bytes
     # What is too small to be a value has no storage: only the curve shows that it is kept.
     curve = np.array(splice.donor.curve, dtype=np.int64)

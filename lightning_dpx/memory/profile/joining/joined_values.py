@@ -62,6 +62,7 @@ class JoinedValues:
 
     def _lay_out(self) -> None:
         pieces = self._splice.pieces
+        # Two pieces at one cut stay in the order of forward: sorting is stable.
         waiting = sorted(range(len(pieces)), key=lambda number: pieces[number].value_cut)
         # After the last value of the base there may be pieces, too.
         for index, value in enumerate([*self._splice.base.values, None]):
@@ -85,6 +86,7 @@ class JoinedValues:
         donor = self._splice.donor
         piece = self._splice.pieces[number]
         own = self._with_unsaved_inputs(piece.values if piece.next_value < 0 else [*piece.values, piece.next_value])
+        # In the donor's order each value comes after what it is made from.
         for index in sorted(own):
             value = donor.values[index]
             inputs = tuple(self._inputs_of(index))
@@ -109,6 +111,7 @@ class JoinedValues:
             name = self._splice.donor.values[source].name
             if source in self.of_donor:
                 yield self.of_donor[source]
+            # What stands later in the base cannot be what this one was made from.
             elif name in known and known[name] in self.of_base:
                 yield self.of_base[known[name]]
 

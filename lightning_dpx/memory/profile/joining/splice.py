@@ -84,6 +84,7 @@ class _PieceFinder:
         self._base_modules: set[str] = set()  # paths of the modules that save anything, and of those round them
         for index, value in enumerate(base.values):
             if value.name:
+                # Values of two profiles have other indices in each: only names say which of them are the same.
                 self.base_values[value.name] = index
                 self._base_modules.update(paths_round(call_of(value.name)[0]))
 
@@ -91,6 +92,7 @@ class _PieceFinder:
         """The pieces, in the order of forward."""
         donor = self._donor.values
         order = [index for index, value in enumerate(donor) if value.name]
+        # A profile lists values as they became known, and one may be saved long after that.
         order.sort(key=lambda index: (donor[index].saved, index))
         pieces = []
         members: list[int] = []  # of the piece that is being collected
@@ -126,6 +128,7 @@ class _PieceFinder:
         begin = donor.values[members[0]].saved
         end = donor.values[after[0]].saved if after else donor.forward_events
         value_cut = self._value_cut(members, before, after)
+        # Behind all values of the base there is no event of its own: the piece is the end of forward.
         forward_cut = base.forward_events
         if value_cut < len(base.values):
             forward_cut = base.values[value_cut].saved
