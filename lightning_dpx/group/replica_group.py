@@ -1,10 +1,14 @@
-"""The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup)."""
+"""The data-parallel executor group for any ``nn.Module``, without Lightning (MXNet's DataParallelExecutorGroup).
+
+forward             inputs --> slices --> the module on each --> outputs, on their devices
+backward            gradients of the outputs --> each replica's backward --> gradients.py
+forward_backward    both, one micro-batch after the other
+"""
 
 import copy
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -14,6 +18,16 @@ from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import present_devices
 from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
+from lightning_dpx.group.arguments import (
+    GradReq,
+    check_fixed_params,
+    check_inputs_named,
+    check_not_shifted,
+    check_value,
+    gradient_requests,
+)
+from lightning_dpx.group.gradients import GroupGradients
+from lightning_dpx.group.shared_parameters import adopt_buffers, adopt_parameters, parameters_by_replica
 from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.reducers import GradientReducer, make_reducer
 from lightning_dpx.replicas import (
@@ -26,8 +40,6 @@ from lightning_dpx.replicas import (
     Replica,
     ReplicaSet,
     TwoPasses,
-    check_batch_dim,
-    check_choice,
     gather,
     join_input_gradients,
     map_leaves,
@@ -35,16 +47,12 @@ from lightning_dpx.replicas import (
     map_tensors,
     slice_batch,
 )
-from lightning_dpx.shifting import applied_shift, has_shifts
+from lightning_dpx.shifting import has_shifts
 from lightning_dpx.torch_compat import (
     FakeTensorMode,
-    buffers_of,
-    parameters_of,
     tree_leaves,
     version_counter,
 )
-
-GradReq = Literal["write", "add", "null"]
 
 
 class ReplicaGroup:
@@ -107,22 +115,16 @@ class ReplicaGroup:
         check_is_module(module)
         if not devices:
             raise ConfigurationError("devices is empty; give at least one device.")
-        _check_not_shifted(module)
+        check_not_shifted(module)
         placed = present_devices(devices)
         module.to(placed[0])
         # Before anything is named: parameters of the other group stand in the module from here on.
-        existing = [] if shared_group is None else _existing(shared_group, placed)
-        if existing:
-            _adopt(module, existing[0])
-            _adopt_buffers(module, shared_group)
-        self._grad_req = _requests(module, grad_req)
-        names = dict(module.named_parameters())
-        _check_fixed_params(fixed_params, names)
+        existing = self._adopt_shared(module, shared_group, placed)
+        requests = gradient_requests(module, grad_req)
+        check_fixed_params(fixed_params, requests)
         self._inputs_need_grad = inputs_need_grad
         self._input_gradients = InputGradients(adds=grad_req == "add")
-        without = {*fixed_params, *(name for name, request in self._grad_req.items() if request == "null")}
-        self._fixed = [index for index, name in enumerate(names) if name in without]
-        _check_batch_dim(module, batch_dim)
+        check_inputs_named(module, batch_dim)
         self._set = ReplicaSet(
             module,
             placed,
@@ -132,7 +134,8 @@ class ReplicaGroup:
             existing=existing,
             micro_batches=micro_batches,
         )
-        self._reducer = make_reducer(reducer, self._set.devices)
+        reduces = make_reducer(reducer, self._set.devices)
+        self._gradients = GroupGradients(self._set, reduces, requests, fixed_params)
         self._monitors: list[RemovableHandle] = []
         self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
@@ -141,6 +144,21 @@ class ReplicaGroup:
         self._num_positional = 0
         self._two_passes: TwoPasses | None = None  # of a forward that kept no graph
         self._is_again = False
+
+    @staticmethod
+    def _adopt_shared(
+        module: nn.Module, shared_group: "ReplicaGroup | None", devices: Sequence[torch.device]
+    ) -> list[dict[str, nn.Parameter]]:
+        """Puts the parameters and buffers of another group into ``module``; returns its parameters by replica."""
+        if shared_group is None:
+            return []
+        if not isinstance(shared_group, ReplicaGroup):
+            raise ConfigurationError(f"shared_group={type(shared_group).__name__} is not allowed; give a ReplicaGroup.")
+        theirs = shared_group._set
+        existing = parameters_by_replica(theirs.primaries, devices)
+        adopt_parameters(module, existing[0])
+        adopt_buffers(module, theirs.root.module)
+        return existing
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -273,22 +291,8 @@ class ReplicaGroup:
             if is_train is not None:
                 self._set.root.module.train(is_train)
             self._modes = [module.training for module in modules]
-            with self._fixed_parameters():
+            with self._gradients.without_fixed():
                 yield
-
-    @contextmanager
-    def _fixed_parameters(self) -> Iterator[None]:
-        """Autograd computes no gradients of fixed parameters, so they take no memory for them either."""
-        # Only while the graph is made: a group that shares them may want their gradients.
-        candidates = [replica.parameters[index] for replica in self.replicas for index in self._fixed]
-        paused = [parameter for parameter in candidates if parameter.requires_grad]
-        try:
-            for parameter in paused:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter in paused:
-                parameter.requires_grad_(True)
 
     def _begin(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
         """The inputs on their replicas, which have the parameters and buffers of the first.
@@ -308,7 +312,7 @@ class ReplicaGroup:
                 "or make a new group."
             )
         for replica in self.replicas if has_shifts() else ():
-            _check_not_shifted(replica.module)
+            check_not_shifted(replica.module)
         # Inputs by position and by name are cut by one rule, and batch_dim names both.
         named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
         self._num_positional = len(inputs)
@@ -395,7 +399,7 @@ class ReplicaGroup:
         modules = self._set.root.modules
         self._is_again = True
         try:
-            with preserve_modes(modules), self._fixed_parameters():
+            with preserve_modes(modules), self._gradients.without_fixed():
                 # As in the first forward, whatever the module is set to by now.
                 for module, mode in zip(modules, self._modes, strict=True):
                     module.training = mode
@@ -408,7 +412,7 @@ class ReplicaGroup:
         return walked
 
     def _check_wants_gradients(self) -> None:
-        if all(request == "null" for request in self._grad_req.values()) and not self._inputs_need_grad:
+        if not self._gradients.are_wanted and not self._inputs_need_grad:
             raise ConfigurationError("backward() with grad_req='null'; build the group with 'write' or 'add'.")
 
     def _read_gradients(self, out_grads: Any) -> OutputGradients:
@@ -432,45 +436,10 @@ class ReplicaGroup:
     @contextmanager
     def _summed_gradients(self) -> Iterator[None]:
         """A backward, whose gradients are then summed into the module; an error leaves nothing of it there."""
-        accumulated: dict[nn.Parameter, torch.Tensor | None] = {}
-        for name, parameter in self._set.root.module.named_parameters():
-            if self._grad_req[name] == "null":
-                continue
-            # Gradients are written into the parameter one by one, so those of earlier steps wait
-            # beside it.
-            accumulated[parameter] = parameter.grad if self._grad_req[name] == "add" else None
-            parameter.grad = None
-        # The other replicas gave theirs away in the last sum, unless users have walked outputs by themselves.
-        self._forget_summed()
-        try:
-            with self._input_gradients.of_a_backward(self._batches_by_replica()):
-                yield
-                self._reduce()
-        except BaseException:
-            self._forget_summed()
-            for parameter, grad in accumulated.items():
-                parameter.grad = grad
-            raise
-        for parameter, grad in accumulated.items():
-            parameter.grad = _added(grad, parameter.grad)
-
-    def _forget_summed(self) -> None:
-        # Left there they would be added once more in the next step.
-        for replica in self._set.primaries[1:]:
-            replica.module.zero_grad(set_to_none=True)
-
-    def _reduce(self) -> None:
-        # Replicas of further micro-batches share the parameters of the first on their device.
-        primaries = self._set.primaries
-        columns = [replica.parameters for replica in primaries]
-        owners = [0] * len(columns[0])  # the user's optimizer steps on the module itself
-        gradients = []
-        for column in columns:
-            gradients.append([parameter.grad for parameter in column])
-        summed = self._reducer.reduce(gradients, owners=owners)
-        self._forget_summed()
-        for parameter, grad in zip(columns[0], summed, strict=True):
-            parameter.grad = grad
+        # An error of the reducer undoes the gradients of the inputs as well.
+        with self._gradients.of_a_backward(), self._input_gradients.of_a_backward(self._batches_by_replica()):
+            yield
+            self._gradients.reduce()
 
     def _dim(self, name: str) -> int:
         batch_dim = self._set.slicer.batch_dim
@@ -640,7 +609,7 @@ class ReplicaGroup:
         # All is looked at before the first value is written: an error leaves all as it was.
         for name, value in values.items():
             if name in own:
-                _check_value(name, value, own[name])
+                check_value(name, value, own[name])
             elif not allow_extra:
                 raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
         for name, value in values.items():
@@ -659,94 +628,6 @@ class ReplicaGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _requests(module: nn.Module, grad_req: GradReq | Mapping[str, GradReq]) -> dict[str, GradReq]:
-    names = [name for name, _ in module.named_parameters()]
-    if not isinstance(grad_req, Mapping):
-        check_choice("grad_req", grad_req, get_args(GradReq))
-        return dict.fromkeys(names, grad_req)
-    # A misspelled name would silently leave its parameter at "write".
-    for name, request in grad_req.items():
-        if name not in names:
-            raise ConfigurationError(f"grad_req names {name!r}; the parameters are: {', '.join(names)}.")
-        check_choice(f"grad_req[{name!r}]", request, get_args(GradReq))
-    return {name: grad_req.get(name, "write") for name in names}
-
-
-def _existing(group: ReplicaGroup, devices: Sequence[torch.device]) -> list[dict[str, nn.Parameter]]:
-    """Every replica's parameters, also under the other names of tied ones."""
-    if not isinstance(group, ReplicaGroup):
-        raise ConfigurationError(f"shared_group={type(group).__name__} is not allowed; give a ReplicaGroup.")
-    theirs = [replica.device for replica in group._set.primaries]
-    # Parameters are shared replica by replica, so number and order count.
-    if theirs != list(devices):
-        raise ConfigurationError(
-            f"shared_group lives on {', '.join(map(str, theirs))}, this group on {', '.join(map(str, devices))}; both "
-            "need the same devices."
-        )
-    return [dict(replica.module.named_parameters(remove_duplicate=False)) for replica in group._set.primaries]
-
-
-def _adopt(module: nn.Module, existing: Mapping[str, nn.Parameter]) -> None:
-    """Puts the existing parameters into ``module``, in the place of those of the same names."""
-    # A module that is used in two places has parameters under both names.
-    for path, child in module.named_modules(remove_duplicate=False):
-        for key, mine in list(parameters_of(child).items()):
-            name = f"{path}.{key}" if path else key
-            # A layer without a bias has None in its place.
-            if mine is None or name not in existing:
-                continue
-            theirs = existing[name]
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ConfigurationError(
-                    f"Parameter {name} has shape {tuple(mine.shape)} and {mine.dtype} here, {tuple(theirs.shape)} and "
-                    f"{theirs.dtype} in shared_group; shared parameters need equal shapes and dtypes."
-                )
-            parameters_of(child)[key] = theirs
-
-
-def _adopt_buffers(module: nn.Module, group: "ReplicaGroup | None") -> None:
-    """Puts what ``group`` counts and averages, such as running statistics, in the place of what ``module`` has."""
-    theirs = {} if group is None else group._set.root.module.state_dict(keep_vars=True)
-    persistent = module.state_dict(keep_vars=True)
-    for path, child in module.named_modules(remove_duplicate=False):
-        for key, mine in list(buffers_of(child).items()):
-            name = f"{path}.{key}" if path else key
-            # Not in the state dict: a constant, such as a mask, that follows from the shape of the module.
-            if mine is None or name not in persistent or name not in theirs:
-                continue
-            if mine.shape == theirs[name].shape and mine.dtype == theirs[name].dtype:
-                buffers_of(child)[key] = theirs[name]
-
-
-def _check_value(name: str, value: object, own: torch.Tensor) -> None:
-    """Whether ``value`` may be written to ``own``.
-
-    Raises:
-        ConfigurationError: it may not.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise ConfigurationError(f"The value of {name!r} is {type(value).__name__}; give a tensor.")
-    # A copy would stretch one value over all elements.
-    if value.shape != own.shape:
-        raise ConfigurationError(
-            f"The value of {name!r} has shape {tuple(value.shape)}, the module's has {tuple(own.shape)}; they must be "
-            "equal."
-        )
-
-
-@torch.no_grad()
-def _added(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradients of earlier steps and of this one, of which either may be missing."""
-    if total is None or grad is None:
-        if total is None:
-            return grad
-        return total
-    # Of two sparse gradients the sum has other indices than either.
-    if total.is_sparse or grad.is_sparse:
-        return total + grad
-    return total.add_(grad)
 
 
 def _check_walked(walked: Sequence[bool]) -> None:
@@ -771,51 +652,3 @@ def _grad_of(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value.grad
     return None
-
-
-def _check_not_shifted(module: nn.Module) -> None:
-    """Whether all of ``module`` is on the device of its replica, where its gradients are summed.
-
-    Raises:
-        ConfigurationError: a part is not.
-    """
-    shift = applied_shift(module)
-    if shift is not None:
-        raise ConfigurationError(
-            f"The module is shifted, {shift.entry}, and a replica of a group is on one device: call "
-            "unshift_activations(module) first, or train with DPXStrategy(shifts=...), which shifts every replica."
-        )
-
-
-def _check_fixed_params(fixed_params: Sequence[str], names: Collection[str]) -> None:
-    if isinstance(fixed_params, str):
-        raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list: [{fixed_params!r}].")
-    if not isinstance(fixed_params, Collection):
-        raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list of names of parameters.")
-    for name in fixed_params:
-        if name not in names:
-            raise ConfigurationError(f"fixed_params names {name!r}; the parameters are: {', '.join(names)}.")
-
-
-def _check_batch_dim(module: nn.Module, batch_dim: int | Mapping[str, int]) -> None:
-    """Whether the inputs that ``batch_dim`` names are those of ``module``, where its signature says so.
-
-    Raises:
-        ConfigurationError: one is not, or the dims are no ints.
-    """
-    check_batch_dim(batch_dim)
-    if not isinstance(batch_dim, Mapping):
-        return
-    parameters = inspect.signature(module.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    # A forward with `*args` or `**kwargs` takes inputs of any name.
-    if not kinds.isdisjoint({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}):
-        return
-    known = [*map(str, range(len(parameters))), *parameters, "output", "labels"]
-    for path in batch_dim:
-        # What lies within an input is known only when it comes.
-        if path.partition(".")[0] not in known:
-            raise ConfigurationError(
-                f"batch_dim names {path!r}; {type(module).__name__}.forward takes {', '.join(parameters)}, by position "
-                '"0" and so on; what it returns is "output", and what a metric compares that with is "labels".'
-            )

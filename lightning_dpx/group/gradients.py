@@ -1,0 +1,118 @@
+"""The gradients of a group's parameters: computed on every replica, and summed into the module.
+
+backward of each replica --> its own gradients --> reducer --> those of the module, the first replica
+                                                               "write": these; "add": added to the earlier ones
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lightning_dpx.group.arguments import GradReq
+from lightning_dpx.reducers import GradientReducer
+from lightning_dpx.replicas import ReplicaSet
+
+
+class GroupGradients:
+    """What becomes of the gradients of each parameter.
+
+    Args:
+        replicas: Of the group.
+        reducer: Sums the gradients of the replicas.
+        requests: What is done with the gradient of each parameter, by name.
+        fixed_params: Names of parameters that get none.
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        reducer: GradientReducer,
+        requests: Mapping[str, GradReq],
+        fixed_params: Collection[str],
+    ) -> None:
+        self._set = replicas
+        self._reducer = reducer
+        self._requests = requests
+        # By index: the replicas have their parameters in the same order.
+        self._fixed: list[int] = []
+        for index, name in enumerate(requests):
+            # Autograd is told to leave out both; they differ only in how users write it.
+            if name in fixed_params or requests[name] == "null":
+                self._fixed.append(index)
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any parameter gets a gradient."""
+        return any(request != "null" for request in self._requests.values())
+
+    @contextmanager
+    def without_fixed(self) -> Iterator[None]:
+        """A forward, in which autograd keeps nothing for the gradients of fixed parameters."""
+        # Only while the graph is made: a group that shares them may want their gradients.
+        candidates = [replica.parameters[index] for replica in self._set.replicas for index in self._fixed]
+        paused = [parameter for parameter in candidates if parameter.requires_grad]
+        try:
+            for parameter in paused:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in paused:
+                parameter.requires_grad_(True)
+
+    @contextmanager
+    def of_a_backward(self) -> Iterator[None]:
+        """A backward and its :meth:`reduce`; an error leaves nothing of it on the module."""
+        accumulated: dict[nn.Parameter, torch.Tensor | None] = {}
+        for name, parameter in self._set.root.module.named_parameters():
+            if self._requests[name] == "null":
+                continue
+            # Gradients are written into the parameter one by one, so those of earlier steps wait
+            # beside it.
+            accumulated[parameter] = parameter.grad if self._requests[name] == "add" else None
+            parameter.grad = None
+        # The other replicas gave theirs away in the last sum, unless users have walked outputs by themselves.
+        self._forget_summed()
+        try:
+            yield
+        except BaseException:
+            self._forget_summed()
+            for parameter, grad in accumulated.items():
+                parameter.grad = grad
+            raise
+        for parameter, grad in accumulated.items():
+            parameter.grad = _sum_of(grad, parameter.grad)
+
+    def _forget_summed(self) -> None:
+        # Left there they would be added once more in the next step.
+        for replica in self._set.primaries[1:]:
+            replica.module.zero_grad(set_to_none=True)
+
+    def reduce(self) -> None:
+        """Sums the gradients of all replicas into those of the module."""
+        # Replicas of further micro-batches share the parameters of the first on their device.
+        primaries = self._set.primaries
+        columns = [replica.parameters for replica in primaries]
+        owners = [0] * len(columns[0])  # the user's optimizer steps on the module itself
+        gradients = []
+        for column in columns:
+            # None stays None: a parameter that no replica has used gets no gradient, as on one device.
+            gradients.append([parameter.grad for parameter in column])
+        summed = self._reducer.reduce(gradients, owners=owners)
+        self._forget_summed()
+        for parameter, grad in zip(columns[0], summed, strict=True):
+            parameter.grad = grad
+
+
+@torch.no_grad()
+def _sum_of(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradients of earlier steps and of this one, of which either may be missing."""
+    if total is None or grad is None:
+        if total is None:
+            return grad
+        return total
+    # Of two sparse gradients the sum has other indices than either.
+    if total.is_sparse or grad.is_sparse:
+        return total + grad
+    return total.add_(grad)
