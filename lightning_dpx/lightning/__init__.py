@@ -3,7 +3,13 @@
 from lightning_dpx.lightning.accelerator import SimAccelerator
 from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
 from lightning_dpx.lightning.memory.device_memory import DeviceMemory
-from lightning_dpx.lightning.memory.dry_run import DeviceForecast, DryRun, Settings, dry_run, with_merged_replicas
+from lightning_dpx.lightning.memory.dry_run.dry_run import (
+    DeviceForecast,
+    DryRun,
+    Settings,
+    dry_run,
+    with_merged_replicas,
+)
 from lightning_dpx.lightning.monitors.memory import DeviceMemoryMonitor
 from lightning_dpx.lightning.monitors.profiler import DPXProfiler
 from lightning_dpx.lightning.monitors.throughput import DeviceThroughputMonitor, ReplicaWork

@@ -25,7 +25,7 @@ from lightning_dpx.lightning.larger_steps import Slowdown, larger_batch, rows_wo
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer, rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, Number, micro_batches_of, say_why_whole
-from lightning_dpx.lightning.memory.dry_run import (
+from lightning_dpx.lightning.memory.dry_run.dry_run import (
     DeviceForecast,
     LoggedValue,
     Progress,

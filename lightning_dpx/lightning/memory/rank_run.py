@@ -12,7 +12,7 @@ from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_o
 from lightning_dpx.lightning.lightning_compat import set_device_mesh
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
-from lightning_dpx.lightning.memory.dry_run import (
+from lightning_dpx.lightning.memory.dry_run.dry_run import (
     DeviceForecast,
     DryRun,
     Progress,

@@ -1,0 +1,1 @@
+"""What a training step would take on devices that need not be there."""
