@@ -3,13 +3,9 @@
 from lightning_dpx.lightning.accelerator import SimAccelerator
 from lightning_dpx.lightning.memory.activation_planner import ActivationPlanner
 from lightning_dpx.lightning.memory.device_memory import DeviceMemory
-from lightning_dpx.lightning.memory.dry_run.dry_run import (
-    DeviceForecast,
-    DryRun,
-    Settings,
-    dry_run,
-    with_merged_replicas,
-)
+from lightning_dpx.lightning.memory.dry_run.device_forecast import DeviceForecast
+from lightning_dpx.lightning.memory.dry_run.dry_run import DryRun, dry_run
+from lightning_dpx.lightning.memory.dry_run.settings import Settings, with_merged_replicas
 from lightning_dpx.lightning.monitors.memory import DeviceMemoryMonitor
 from lightning_dpx.lightning.monitors.profiler import DPXProfiler
 from lightning_dpx.lightning.monitors.throughput import DeviceThroughputMonitor, ReplicaWork

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dpx.errors import describe_error
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
-from lightning_dpx.lightning.memory.dry_run.dry_run import LoggedValue
+from lightning_dpx.lightning.memory.dry_run.step_profiles import LoggedValue
 from lightning_dpx.lightning.rehearsal.shadow import copy_optimizers
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.lightning.strategy import DPXStrategy

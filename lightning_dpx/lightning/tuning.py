@@ -25,20 +25,17 @@ from lightning_dpx.lightning.larger_steps import Slowdown, larger_batch, rows_wo
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer, rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner, Number, micro_batches_of, say_why_whole
-from lightning_dpx.lightning.memory.dry_run.dry_run import (
+from lightning_dpx.lightning.memory.dry_run.device_forecast import (
     DeviceForecast,
-    LoggedValue,
-    Progress,
-    Settings,
-    StepProfiles,
     beside_micro_batches,
     forecast_device,
     lasting_bytes,
     owners_of,
-    plan_step,
-    with_merged_replicas,
-    work_on_first_batch,
 )
+from lightning_dpx.lightning.memory.dry_run.dry_run import plan_step
+from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
+from lightning_dpx.lightning.memory.dry_run.settings import Settings, with_merged_replicas
+from lightning_dpx.lightning.memory.dry_run.step_profiles import LoggedValue, Progress, StepProfiles
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.lightning.silence_lightning import quiet_lightning

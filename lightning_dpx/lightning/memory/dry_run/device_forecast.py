@@ -1,0 +1,140 @@
+"""One device in a training step, byte by byte: what is there all the time, and what activations take beside it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_dpx.errors import BudgetError
+from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
+from lightning_dpx.lightning.memory.auto_shift import most_states_of
+from lightning_dpx.lightning.memory.device_planner import DevicePlanner
+from lightning_dpx.lightning.memory.dry_run.settings import Settings
+from lightning_dpx.lightning.memory.profiling import (
+    keeps_earlier_gradients,
+)
+from lightning_dpx.memory import BesideActivations, MemoryPlan
+from lightning_dpx.reducers import make_reducer
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceForecast:
+    """One device in a training step, in bytes.
+
+    Attributes:
+        device: Its name.
+        rows: Of the batch.
+        parameters: Of the replica.
+        gradients: Of the replica, and what arrives from others on an owner.
+        optimizer: State of the parameters that it owns.
+        buffers: Of the replica.
+        inputs: Its part of the batch.
+        unplanned: Activations at their peak, if all are kept.
+        plan: What is kept and what is computed again; ``None`` where the budget cannot be met.
+        budget: What was allowed in all; 0 without a budget.
+        smallest: The least that the device can do with in all; 0 if it was not asked for.
+        communication: What processes need to share parameters and gradients: buckets of DDP, and with FSDP2 what is
+            there at the peak beside activations, such as whole parameters.
+    """
+
+    device: str
+    rows: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    inputs: int
+    unplanned: int
+    plan: MemoryPlan | None
+    budget: int
+    smallest: int = 0
+    communication: int = 0
+
+    @property
+    def static(self) -> int:
+        """Everything but activations."""
+        held = self.parameters + self.gradients + self.optimizer + self.buffers
+        return held + self.inputs + self.communication
+
+    @property
+    def peak(self) -> int:
+        """The predicted peak, with the plan if there is one."""
+        return self.static + (self.unplanned if self.plan is None or self.plan.peak is None else self.plan.peak)
+
+    @property
+    def needed(self) -> int:
+        """The predicted peak, or the least that the device can do with where that is over the budget."""
+        if self.fits:
+            return self.peak
+        return max(self.smallest, self.budget)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is met."""
+        return not self.budget or (self.plan is not None and self.peak <= self.budget)
+
+
+def forecast_device(
+    device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, settings: Settings
+) -> DeviceForecast:
+    budget = settings.budget
+    held = sum(static.values())
+    allowed = budget[device] if isinstance(budget, Mapping) else budget
+    # Of the step in one piece, with which the user compares what micro-batches or a plan save.
+    unplanned = planner.whole.peak
+    if isinstance(allowed, float):
+        # A share is of what this device would take, as the device itself need
+        # not be there to be asked.
+        allowed = int(allowed * (held + unplanned))
+    common = {"device": str(device), "rows": rows, **static, "unplanned": unplanned, "budget": allowed or 0}
+    try:
+        # At least one byte: where nothing is left, the planner says how much is missing.
+        plan = planner.plan(None if allowed is None else max(1, allowed - held))
+    except BudgetError as error:
+        smallest = held + (error.smallest if error.smallest is not None else 0)
+        return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
+    # Known only now: a step that stays in one piece keeps no earlier gradients aside, and has its buffers once.
+    if plan is not None and plan.micro_batches > 1:
+        common["gradients"] = static["gradients"] + planner.beside.gradients
+        common["buffers"] = static["buffers"] + plan.micro_batches * planner.beside.buffers
+    return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
+
+
+def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
+    """Per replica, the bytes that are there all the time."""
+    parameters = list(module.parameters())
+    owners = owners_of(parameters, settings)
+    several = len(set(settings.devices)) > 1
+    states = most_states_of(trainer.optimizers)
+    trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
+    all_gradients = sum(size for size, _ in trained)
+    found = []
+    for index in range(len(settings.devices)):
+        owned = sum(size for size, owner in trained if owner == index)
+        # Between devices the reduction needs room for what arrives, beside the replica's own gradients.
+        arriving = owned if several else 0
+        found.append(
+            {
+                "parameters": sum(parameter.nbytes for parameter in parameters),
+                "gradients": all_gradients + arriving,
+                "optimizer": states * owned,
+                "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+                "communication": all_gradients if settings.keeps_buckets else 0,
+            }
+        )
+    return found
+
+
+def owners_of(parameters: Sequence[torch.nn.Parameter], settings: Settings) -> list[int]:
+    """By parameter, the device that its gradients are summed for, and that its optimizer's state is on."""
+    here = "collective" if settings.reducer in ("auto", "nccl") else settings.reducer  # the same owners, anywhere
+    return make_reducer(here, settings.devices).owners([parameter.numel() for parameter in parameters])
+
+
+def beside_micro_batches(trainer: Trainer, module: LightningModule) -> BesideActivations:
+    """Earlier batches' gradients, aside while micro-batches add up their own, and the buffers of each."""
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    if not keeps_earlier_gradients(trainer, module):
+        return BesideActivations(buffers=buffers)
+    gradients = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    return BesideActivations(gradients=gradients, buffers=buffers)
