@@ -103,7 +103,7 @@ def rank_memory(
         PlanError: fake tensors cannot run the step.
     """
 
-    def on_fakes(numbers: bool) -> RankMemory:
+    def on_fakes(*, numbers: bool) -> RankMemory:
         here = torch.device("cpu")
         with faked(module, batch, target, here, numbers=numbers, sharded=True) as (inputs, costs):
             _follow_parameters(module)

@@ -186,7 +186,7 @@ class _Refusal:
         """That of ``error``."""
         message = f"The first process found no plan: {error}"
         if isinstance(error, BudgetError):
-            return cls(message, True, error.smallest, error.device_index)
+            return cls(message, budget=True, smallest=error.smallest, device_index=error.device_index)
         return cls(message)
 
     def error(self) -> PlanError:

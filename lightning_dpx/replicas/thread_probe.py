@@ -49,6 +49,16 @@ class Verdict:
     threads: bool
     reason: str
 
+    @classmethod
+    def inline(cls, reason: str) -> "Verdict":
+        """The replicas run one after the other."""
+        return cls(threads=False, reason=reason)
+
+    @classmethod
+    def in_threads(cls, reason: str) -> "Verdict":
+        """The replicas run at the same time."""
+        return cls(threads=True, reason=reason)
+
 
 @dataclass(slots=True)
 class Trial:
@@ -90,22 +100,22 @@ class Trial:
         size = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         intensity = census.flops / max(size, 1)
         if self.random:
-            return Verdict(False, "the step draws random numbers, and one CPU has one generator")
+            return Verdict.inline("the step draws random numbers, and one CPU has one generator")
         if self.written is not None:
-            return Verdict(False, f"the step writes {self.written}")
+            return Verdict.inline(f"the step writes {self.written}")
         if share < MIN_FLOPS_PER_OPERATOR:
-            return Verdict(False, f"operators are small ({share / 1e6:.2f} MFLOP each on a slice)")
+            return Verdict.inline(f"operators are small ({share / 1e6:.2f} MFLOP each on a slice)")
         if intensity < MIN_FLOPS_PER_PARAMETER:
-            return Verdict(False, f"there is little to compute per parameter ({intensity:.0f} FLOP)")
+            return Verdict.inline(f"there is little to compute per parameter ({intensity:.0f} FLOP)")
         if not isinstance(whole, torch.Tensor):
-            return Verdict(False, "the step returned no loss")
+            return Verdict.inline("the step returned no loss")
         try:
             merged = on_slices()
         except Exception as error:  # noqa: BLE001  whatever a slice does not survive, the whole batch did
-            return Verdict(False, f"the step fails on a slice of the batch ({describe_error(error)})")
+            return Verdict.inline(f"the step fails on a slice of the batch ({describe_error(error)})")
         if not _equal(whole, merged):
-            return Verdict(False, f"the loss is no mean over rows ({whole:.6g}, but {merged:.6g} from slices)")
-        return Verdict(True, f"operators are large ({share / 1e6:.1f} MFLOP each on a slice)")
+            return Verdict.inline(f"the loss is no mean over rows ({whole:.6g}, but {merged:.6g} from slices)")
+        return Verdict.in_threads(f"operators are large ({share / 1e6:.1f} MFLOP each on a slice)")
 
 
 def _equal(whole: torch.Tensor, merged: Any) -> bool:

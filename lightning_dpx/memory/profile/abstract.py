@@ -13,7 +13,14 @@ from torch import nn
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.fake import NO_ANSWER, RooflineCosts, fake_device_for, faked, with_or_without_numbers
+from lightning_dpx.memory.profile.fake import (
+    NO_ANSWER,
+    RooflineCosts,
+    RunsOnFakes,
+    fake_device_for,
+    faked,
+    with_or_without_numbers,
+)
 from lightning_dpx.memory.profile.profiler import Run, profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
@@ -52,7 +59,7 @@ def profile_absent(
         PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
     """
 
-    def on_fakes(numbers: bool) -> Profile:
+    def on_fakes(*, numbers: bool) -> Profile:
         with faked(module, batch, target, here, numbers=numbers) as (inputs, costs):
             return profile_step(
                 module,
@@ -76,7 +83,7 @@ def profile_absent(
     return on_fakes_or_rows(on_fakes, on_rows, module, batch)
 
 
-def on_fakes_or_rows(on_fakes: Callable[[bool], _T], on_rows: Callable[[str], _T], module: nn.Module, batch: Any) -> _T:
+def on_fakes_or_rows(on_fakes: RunsOnFakes[_T], on_rows: Callable[[str], _T], module: nn.Module, batch: Any) -> _T:
     """What a step gives on fake tensors; where those cannot run it, what it gives on a part of the real rows.
 
     Args:

@@ -184,7 +184,7 @@ class CostModel:
         return StepTimer(self.device, partial(self._alone, module))
 
     @contextmanager
-    def _alone(self, module: nn.Module, watches: bool) -> Iterator[CopyOnWrite | None]:
+    def _alone(self, module: nn.Module, *, watches: bool) -> Iterator[CopyOnWrite | None]:
         with self.preserve_module_state(module):
             writes = self._writes
             # A step that is timed has no trace that would tell of writes.

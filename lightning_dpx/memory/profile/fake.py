@@ -19,10 +19,10 @@ import gc
 import traceback
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ from lightning_dpx.torch_compat import (
 aten: Any = torch.ops.aten
 NO_ANSWER = (RuntimeError, TypeError, ValueError, AssertionError)  # of torch, where a fake has none
 _T = TypeVar("_T")
+_G = TypeVar("_G", covariant=True)  # what a run gives
 
 
 class RatedTrace(MemoryTrace):  # type: ignore[no-untyped-call]
@@ -463,16 +464,23 @@ def _warn_of(left_behind: int) -> None:
         )
 
 
-def with_or_without_numbers(run: Callable[[bool], _T]) -> _T:
+class RunsOnFakes(Protocol[_G]):
+    """A step on fake tensors."""
+
+    def __call__(self, *, numbers: bool) -> _G:
+        """What it gives; ``numbers`` says whether small whole numbers are real all the same, as :func:`faked` does."""
+
+
+def with_or_without_numbers(run: RunsOnFakes[_T]) -> _T:
     """What ``run`` gives with small whole numbers that stay real, as :func:`faked` takes it; if need be, without."""
     try:
-        return run(True)
+        return run(numbers=True)
     except DPXError:  # about the step itself, whichever built-in error it is as well
         raise
     except NO_ANSWER as error:  # it may be that numbers of fakes were to be written into real ones
         # Its frames hold fakes of the run that was broken off.
         traceback.clear_frames(error.__traceback__)
-        return run(False)
+        return run(numbers=False)
 
 
 def _tensors_of(child: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

@@ -60,7 +60,7 @@ def step_seconds(
         PlanError: fake tensors cannot run the step, and there are no numbers to run it on.
     """
 
-    def on_fakes(numbers: bool) -> StepSeconds:
+    def on_fakes(*, numbers: bool) -> StepSeconds:
         with faked(module, batch, target, torch.device("cpu"), numbers=numbers) as (inputs, costs):
             return _watched(module, step(inputs), costs, rates)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,13 +32,19 @@ def is_confirmed(times: Sequence[float]) -> bool:
     return len(least) > 1 and least[1] <= _SURE * least[0]
 
 
+class PutsBack(Protocol):
+    """Puts back what a step changes."""
+
+    def __call__(self, *, watches: bool) -> AbstractContextManager[CopyOnWrite | None]:
+        """A context for the step; where writes to tensors are watched, it gives what has seen them."""
+
+
 class StepTimer:
     """Times steps of a module.
 
     Args:
         device: Where they run.
-        alone: Around a step: puts back what it changes. Given whether writes to tensors are watched, it yields what
-            has seen them.
+        alone: Around a step: puts back what it changes.
 
     Attributes:
         watches: Whether the next step is watched, as the first one is: what writes to tensors that are not buffers
@@ -46,9 +52,7 @@ class StepTimer:
         communicates: Whether the step talks to other processes, which must run it equally often.
     """
 
-    def __init__(
-        self, device: torch.device, alone: Callable[[bool], AbstractContextManager[CopyOnWrite | None]]
-    ) -> None:
+    def __init__(self, device: torch.device, alone: "PutsBack") -> None:
         self._device = device
         self._alone = alone
         self._is_in_a_row = False
@@ -66,7 +70,7 @@ class StepTimer:
         if self.watches or not self._can_follow_itself:
             return measure()
         try:
-            with self._alone(False):
+            with self._alone(watches=False):
                 self._is_in_a_row = True
                 try:
                     return measure()
@@ -79,7 +83,7 @@ class StepTimer:
     def timed(self, forward: Forward, backward: Backward) -> tuple[float, float]:
         """Seconds of a step, and of its forward; of a step that runs all its backwards itself, both are the same."""
         clock = clock_of(self._device)
-        with nullcontext() if self._is_in_a_row else self._alone(self.watches) as writes:
+        with nullcontext() if self._is_in_a_row else self._alone(watches=self.watches) as writes:
             synchronize(self._device)
             start = clock()
             result = forward()

@@ -17,8 +17,8 @@ def test_every_step_is_put_back_and_backward_gets_what_forward_returned() -> Non
     log: list[object] = []
 
     @contextmanager
-    def alone(watched: bool) -> Iterator[None]:
-        log.append(f"alone, watched {watched}")
+    def alone(*, watches: bool) -> Iterator[None]:
+        log.append(f"alone, watched {watches}")
         yield
         log.append("put back")
 
@@ -40,7 +40,7 @@ def test_the_first_step_does_not_count_and_long_ones_are_few(monkeypatch: pytest
     monkeypatch.setenv(timing_effort.VARIABLE, "full")
 
     @contextmanager
-    def alone(_watched: bool) -> Iterator[None]:
+    def alone(*, watches: bool) -> Iterator[None]:
         yield
 
     calls: list[int] = []

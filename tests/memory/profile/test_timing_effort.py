@@ -11,7 +11,7 @@ from lightning_dpx.memory.profile.step_timer import StepTimer
 
 def steps_that_are_timed() -> int:
     @contextmanager
-    def alone(_watched: bool) -> Iterator[None]:
+    def alone(*, watches: bool) -> Iterator[None]:
         yield
 
     calls: list[int] = []
