@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_dpx.commands.plan import (
-    CHECKED_BY_A_RUN,
+from lightning_dpx.commands.output import TellOnce, tell, written
+from lightning_dpx.commands.plan_arguments import (
     NOT_NEEDED,
-    TellOnce,
     add_devices,
     add_plan_cache,
     check_config,
@@ -26,9 +25,8 @@ from lightning_dpx.commands.plan import (
     cli_on_one_cpu,
     parse_number,
     settings_of,
-    tell,
-    written,
 )
+from lightning_dpx.commands.plan_table import CHECKED_BY_A_RUN
 from lightning_dpx.commands.progress import done, progress
 from lightning_dpx.commands.train import make_cli
 from lightning_dpx.commands.tuned_config import KEYS, check_devices, config_of, key_of, tell_other_devices, tuned_config

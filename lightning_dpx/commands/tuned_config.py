@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from lightning_dpx.commands.plan import parse_devices, parse_number, tell
+from lightning_dpx.commands.output import tell
+from lightning_dpx.commands.plan_arguments import parse_devices, parse_number
 from lightning_dpx.devices import accelerators
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning import DPXStrategy

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.cli import main
-from lightning_dpx.commands.plan import parse_devices
 from lightning_dpx.units import parse_bytes
 from tests.conftest import SIMULATED, make_trainer
 
@@ -298,13 +297,6 @@ def test_configs_that_cannot_be_planned(
 ) -> None:
     assert main(["plan", "--config", config(tmp_path, strategy, model, data)]) == 1
     assert said in capsys.readouterr().err
-
-
-def test_devices_as_lightning_takes_them() -> None:
-    assert [str(device) for device in parse_devices([0, 2])] == ["cuda:0", "cuda:2"]
-    assert [str(device) for device in parse_devices("2")] == ["cuda:0", "cuda:1"]
-    assert [str(device) for device in parse_devices("cuda:1, 3")] == ["cuda:1", "cuda:3"]
-    assert [str(device) for device in parse_devices("cuda,cpu")] == ["cuda:0", "cpu"]
 
 
 def test_a_budget_is_a_share_of_what_a_device_would_take(tmp_path: Path, capsys: Any) -> None:

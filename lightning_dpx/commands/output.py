@@ -1,0 +1,43 @@
+"""What commands say beside their result, and errors of the files that they write."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_dpx.commands.progress import done
+from lightning_dpx.errors import ConfigurationError
+
+
+def tell(text: str) -> None:
+    """Says it on standard error, after what :func:`progress` says."""
+    done()
+    print(text, file=sys.stderr)
+
+
+class TellOnce:
+    """Says a sentence once, however many devices and batch sizes it is true of."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        """Says it, unless it was said before."""
+        if text not in self._said:
+            self._said.add(text)
+            tell(text)
+
+
+@contextmanager
+def written(option: str, path: Path) -> Iterator[None]:
+    """Tells an error of the file system by the option that named the file.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"--{option} {path} cannot be written: {error.strerror or error}. Name another file."
+        ) from error
