@@ -198,11 +198,7 @@ class _SliceProfiler:
                 f"A step on {all_rows} rows does not fit on {home} without a plan, and fewer rows to extrapolate from "
                 "there are not. Plan it without running it (dpx.search_plan with device) and give plan."
             )
-        count = all_rows
-        while count >= _FEWEST_ROWS:
-            count //= 4
-            # Two sizes, as parameters and what libraries keep do not grow with the rows.
-            rows = max(2, count // 2), max(4, count)
+        for rows in _fewer_rows(all_rows):
             try:
                 few, more = (self._on_rows(_first_rows(self.replicas, self.batch_slice, n), n) for n in rows)
             # Rows are cut off by the slicer, which may not have been needed before: one
@@ -221,6 +217,17 @@ class _SliceProfiler:
             f"Not even {rows[1]} of {all_rows} rows fit on {home} without a plan, beside what is there already. Use a "
             "smaller batch, or plan the step without running it (dpx.search_plan with device) and give plan."
         )
+
+
+def _fewer_rows(all_rows: int) -> Iterator[tuple[int, int]]:
+    """The pairs of numbers of rows that are tried, the larger ones first; the last is (2, 4)."""
+    more = all_rows
+    while True:
+        more = max(_FEWEST_ROWS, more // 4)
+        # Two sizes, as parameters and what libraries keep do not grow with the rows.
+        yield max(2, more // 2), more
+        if more == _FEWEST_ROWS:
+            return
 
 
 def _costs_of(device: torch.device, rows: int, all_rows: int) -> CostModel:

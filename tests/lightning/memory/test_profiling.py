@@ -10,6 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
+from lightning_dpx.errors import PlanError
+from lightning_dpx.lightning.memory.profiling import profile_slice
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from tests.conftest import SIMULATED, make_trainer, simulate_room
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -160,3 +163,18 @@ def test_a_later_run_without_room_for_all_rows_finds_what_fewer_have_shown(
         fitted(sim, memory_budget=budget, plan_cache=str(tmp_path))
     assert "because all did not fit" in caplog.text
     assert "profiles a step" not in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "tried"), [(16, [16, 2]), (20, [20, 2, 2]), (64, [64, 8, 2])])
+def test_each_number_of_fewer_rows_is_tried_once(rows: int, tried: list[int]) -> None:
+    """Of each pair the smaller one comes first, and does not fit either: (2, 4) of 16, (2, 5) and (2, 4) of 20."""
+    replicas = ReplicaSet(Gates(), [torch.device("cpu")])
+    found: list[int] = []
+
+    def run(module: Any, batch: Any, num_rows: int) -> torch.Tensor:
+        found.append(num_rows)
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(PlanError, match=f"Not even 4 of {rows} rows fit"):
+        profile_slice(replicas, BatchSlice(replicas.root, rows, torch.ones(rows, NARROW)), run)
+    assert found == tried
