@@ -11,8 +11,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ SIZES = ("1e5", "1e6", "1e7", "2.5e7", "1e8", "resnet50", "gpt2")
 SETTLE_SECONDS = 0.05  # thread pools spin on for a while, and would take the cores of what comes next
 PEER = "ddp all-reduce"
 LIMIT = "copy limit"
+_TO_OWNERS = "to owners"
+_TO_ALL = "to all"
+_COPY = "copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,50 +175,71 @@ def compare_reductions(
 def _compare(
     size: str, shapes: list[tuple[int, ...]], devices: list[torch.device], rounds: int, peers: _Peers
 ) -> list[Reduction]:
-    grads = []
+    """The rows of one size of gradients."""
+    elements = sum(math.prod(shape) for shape in shapes)
+    contestants = _contestants(shapes, devices)
+    contestants[PEER] = partial(peers.run, elements)
+    medians = _medians(contestants, rounds)
+    # The copy is the yardstick, not one of the rows.
+    limits = _limits(medians.pop(_COPY), devices)
+    rows = []
+    for name, median in medians.items():
+        rows.append(_row(size, elements, name, median, medians[PEER], limits))
+    for kind, limit in limits.items():
+        rows.append(_row(size, elements, f"{LIMIT}, {kind}", limit, medians[PEER], limits))
+    return rows
+
+
+def _contestants(shapes: list[tuple[int, ...]], devices: list[torch.device]) -> dict[str, Callable[[], float]]:
+    """What is timed, by name: each mode in both directions, and a copy of as many bytes. A call gives its seconds."""
+    grads: list[list[torch.Tensor | None]] = []
     for device in devices:
         grads.append([torch.zeros(shape, device=device) for shape in shapes])
-    elements = sum(math.prod(shape) for shape in shapes)
-    contestants: dict[str, Callable[[], float]] = {}
-    for reducer_name, reducer in _possible(devices).items():
-        # The default binds this reducer: the lambda is called when the loop is over.
-        contestants[f"{reducer_name}, to owners"] = _timed(lambda r=reducer: r.reduce(grads), devices)  # type: ignore[misc]
-        contestants[f"{reducer_name}, to all"] = _timed(lambda r=reducer: r.all_reduce(grads), devices)  # type: ignore[misc]
+    found: dict[str, Callable[[], float]] = {}
+    for name, reducer in _possible(devices).items():
+        found[f"{name}, {_TO_OWNERS}"] = partial(_seconds_of, partial(reducer.reduce, grads), devices)
+        found[f"{name}, {_TO_ALL}"] = partial(_seconds_of, partial(reducer.all_reduce, grads), devices)
     source = [torch.zeros(shape, device=devices[0]) for shape in shapes]
     # From the first device to the last, so that a copy crosses a link where there is one.
     target = [torch.zeros(shape, device=devices[-1]) for shape in shapes]
-    contestants["copy"] = _timed(lambda: foreach_copy_(target, source), devices)
-    contestants[PEER] = lambda: peers.run(elements)
+    found[_COPY] = partial(_seconds_of, partial(foreach_copy_, target, source), devices)
+    return found
+
+
+def _medians(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median seconds of each, which take turns: whatever else the machine does, it does to all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for turn in range(rounds + 1):
         for name in rotated(names, turn):
             time.sleep(SETTLE_SECONDS)
             seconds[name].append(contestants[name]())
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up
-    # The copy is the yardstick, not one of the rows.
-    copy = medians.pop("copy")
-    peer = medians[PEER]
-    # A copy reads one list and writes one.
-    passes = {"to owners": len(devices) + 1, "to all": 2 * len(devices)}
-    limits = {kind: copy * count / 2 for kind, count in passes.items()}
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first one warms up
+
+
+def _limits(copy_seconds: float, devices: Sequence[torch.device]) -> dict[str, float]:
+    """The least seconds in each direction, by what a copy takes; none where devices have links of their own."""
+    # Links differ from device to device: see the bytes that each mode moves instead.
     if not all(is_host(device) for device in devices):
-        limits = {}  # links differ from device to device: see the bytes that each mode moves instead
-    rows = []
-    for name, median in {**medians, **{f"{LIMIT}, {kind}": limit for kind, limit in limits.items()}}.items():
-        limit = limits.get(name.rpartition(", ")[2])
-        rows.append(
-            Reduction(
-                size,
-                elements,
-                name,
-                median * 1e3,
-                elements * 4 / median / 1e9,
-                peer / median,
-                median / limit if limit else None,
-            )
-        )
-    return rows
+        return {}
+    # A copy reads one list and writes one.
+    passes = {_TO_OWNERS: len(devices) + 1, _TO_ALL: 2 * len(devices)}
+    return {direction: copy_seconds * count / 2 for direction, count in passes.items()}
+
+
+def _row(
+    size: str, elements: int, name: str, seconds: float, peer_seconds: float, limits: Mapping[str, float]
+) -> Reduction:
+    limit = limits.get(name.rpartition(", ")[2])
+    return Reduction(
+        size,
+        elements,
+        name,
+        seconds * 1e3,
+        elements * 4 / seconds / 1e9,
+        peer_seconds / seconds,
+        seconds / limit if limit else None,
+    )
 
 
 def _possible(devices: Sequence[torch.device]) -> dict[str, GradientReducer]:
@@ -224,18 +249,15 @@ def _possible(devices: Sequence[torch.device]) -> dict[str, GradientReducer]:
     return {name: make_reducer(name, devices) for name in REDUCERS if name != "nccl" or has_nccl(devices)}
 
 
-def _timed(call: Callable[[], object], devices: Sequence[torch.device]) -> Callable[[], float]:
-    def run() -> float:
-        for device in devices:
-            # Work that was queued before is no part of the call, and what it queues itself is.
-            synchronize(device)
-        started = time.perf_counter()
-        call()
-        for device in devices:
-            synchronize(device)
-        return time.perf_counter() - started
-
-    return run
+def _seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
+    for device in devices:
+        # Work that was queued before is no part of the call, and what it queues itself is.
+        synchronize(device)
+    started = time.perf_counter()
+    call()
+    for device in devices:
+        synchronize(device)
+    return time.perf_counter() - started
 
 
 def format_reductions(results: Sequence[Reduction]) -> str:

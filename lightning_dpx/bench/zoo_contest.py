@@ -152,35 +152,36 @@ def _made(name: str) -> Animal:
     return ZOO[name]()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What planning for a budget has given.
+
+    Attributes:
+        plan: ``None`` where the budget is refused.
+        runner: Of a model that follows the plan, if there is one.
+        smallest: Bytes of the smallest budget, where that was refused and this is known.
+        seconds: Processor time of planning; a budget that is refused has taken its time, too.
+    """
+
+    plan: MemoryPlan | None
+    runner: _Runner | None
+    smallest: int | None
+    seconds: float
+
+
 def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooContest:
     plain = _Runner(_made(name))
     # A model of its own, on which the library's checkpointing stays on.
     own = _own_runner(name)
     plain.warm_up()
     unplanned = plain.peak()
-    own_peak = 0 if own is None else own.peak()
+    own_peak = None if own is None else own.peak()
     # At the same peak only the time is left to compare.
-    budget = own_peak if own is not None else int(SHARE * unplanned)
+    budget = own_peak if own_peak is not None else int(SHARE * unplanned)
     progress(f"{name}: planning for {budget / unplanned:.2f} of its peak")
-    # Planned on a model of its own, as the plain one has to stay without a plan.
-    subject = _made(name)
-    _Runner(subject).warm_up()  # what a library makes in its first step is no part of the plan
-    subject.module.zero_grad(set_to_none=True)
-    start = time.process_time()
-    smallest = None
-    plan: MemoryPlan | None = None
-    try:
-        plan = search_plan(subject.module, *subject.inputs, budget=budget, progress=False)
-    except PlanError as error:
-        # A refusal is a result, too: the table shows how far down a plan could have gone.
-        smallest = getattr(error, "smallest", None)
-    # A budget that is refused has taken its time, too.
-    planning = time.process_time() - start
-    ours: _Runner | None = None
-    if plan is not None:
-        apply_plan(subject.module, plan)
-        ours = _Runner(subject)
-        ours.warm_up()
+    planned = _plan_for(name, budget)
+    plan = planned.plan
+    ours = planned.runner
     progress(f"{name}: {rounds} turns")
     runners = [runner for runner in (plain, own, ours) if runner is not None]
     for turn in range(rounds):
@@ -191,18 +192,44 @@ def _compare(name: str, rounds: int, progress: Callable[[str], None]) -> ZooCont
         model=name,
         peak_mib=unplanned / MIB,
         step_ms=step_seconds * 1e3,
-        own_share=None if own is None else own_peak / unplanned,
-        own_ratio=None if own is None else _ratio(own, plain),
+        own_share=_share(own_peak, unplanned),
+        own_ratio=_ratio(own, plain),
         budget_share=budget / unplanned,
-        share=None if ours is None else ours.peak() / unplanned,
-        ratio=None if ours is None else _ratio(ours, plain),
-        predicted_share=None if plan is None or plan.peak is None else plan.peak / unplanned,
+        share=_share(None if ours is None else ours.peak(), unplanned),
+        ratio=_ratio(ours, plain),
+        predicted_share=_share(None if plan is None else plan.peak, unplanned),
         predicted_ratio=None if plan is None or plan.recompute_share is None else 1 + plan.recompute_share,
-        smallest_share=None if smallest is None else smallest / unplanned,
-        planning_seconds=planning,
-        planning_steps=planning / step_seconds,
+        smallest_share=_share(planned.smallest, unplanned),
+        planning_seconds=planned.seconds,
+        planning_steps=planned.seconds / step_seconds,
         same_bits=None if ours is None or plan is None else _same_bits(name, plan),
     )
+
+
+def _plan_for(name: str, budget: int) -> _Planned:
+    """Plans for a budget, on a model of its own: the plain one has to stay without a plan."""
+    subject = _made(name)
+    _Runner(subject).warm_up()  # what a library makes in its first step is no part of the plan
+    subject.module.zero_grad(set_to_none=True)
+    start = time.process_time()
+    try:
+        plan = search_plan(subject.module, *subject.inputs, budget=budget, progress=False)
+    except PlanError as error:
+        # A refusal is a result, too: the table shows how far down a plan could have gone.
+        seconds = time.process_time() - start
+        return _Planned(plan=None, runner=None, smallest=getattr(error, "smallest", None), seconds=seconds)
+    seconds = time.process_time() - start
+    apply_plan(subject.module, plan)
+    runner = _Runner(subject)
+    runner.warm_up()
+    return _Planned(plan=plan, runner=runner, smallest=None, seconds=seconds)
+
+
+def _share(num_bytes: int | None, unplanned: int) -> float | None:
+    """Of the peak without a plan."""
+    if num_bytes is None:
+        return None
+    return num_bytes / unplanned
 
 
 def _own_runner(name: str) -> _Runner | None:
@@ -226,7 +253,10 @@ def _same_bits(name: str, plan: MemoryPlan) -> bool:
     return len(given) == len(expected) and all(map(torch.equal, given, expected))
 
 
-def _ratio(runner: _Runner, plain: _Runner) -> float:
+def _ratio(runner: _Runner | None, plain: _Runner) -> float | None:
+    """How many times as long the turns of a runner take; ``None`` without one."""
+    if runner is None:
+        return None
     # Within a turn the machine is about the same for both, so their ratio says more
     # than two medians.
     return statistics.median(a / b for a, b in zip(runner.seconds, plain.seconds, strict=True))
