@@ -281,8 +281,17 @@ class MemoryPlanning:
         if leaves_graph(replicas, slices[0], run):
             return False
         held = static(slices)
-        options = {"accumulates": held.accumulates, "together": False, "anew": False}
-        seen = profiled_steps(replicas, slices, run, self.cache, {}, **options, by_forward=True)
+        seen = profiled_steps(
+            replicas,
+            slices,
+            run,
+            self.cache,
+            tried={},
+            accumulates=held.accumulates,
+            together=False,
+            anew=False,
+            by_forward=True,
+        )
         try:
             self._plan(replicas, slices, held, seen, self.without_loss.remark)
         except BudgetError:
@@ -306,8 +315,16 @@ class MemoryPlanning:
         anew = self._other_steps.expected
         if anew and self.cache.is_used:
             self._leave_cache()
-        options = {"accumulates": held.accumulates, "together": self.rooms.is_given, "anew": anew}
-        seen = profiled_steps(replicas, slices, run, self.cache, self.micro_batches.tried, **options)
+        seen = profiled_steps(
+            replicas,
+            slices,
+            run,
+            self.cache,
+            tried=self.micro_batches.tried,
+            accumulates=held.accumulates,
+            together=self.rooms.is_given,
+            anew=anew,
+        )
         # They are known by their number of rows alone, and the next batch may have other shapes.
         self.micro_batches.tried = {}
         # A batch of a known shape is here because steps differ, or another process must plan; where

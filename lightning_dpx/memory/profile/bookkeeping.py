@@ -36,7 +36,11 @@ _TENSORS = 10  # of a block: values that are made again, and tensors that autogr
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """Seconds of processor time.
+    """Prices of a planned step's Python, for one value, call, tensor or step: seconds of processor time.
+
+    What a process measures, of any model or of one. A profile gets them added to its values and calls, and what no
+    single one of them takes as its :class:`~lightning_dpx.memory.profile.data.PlanOverhead`, which is all that planners
+    see of it.
 
     Attributes:
         value: For a value that is made again, beside its operator.

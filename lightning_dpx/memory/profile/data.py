@@ -40,14 +40,18 @@ class SavedValue:
     seconds: float
     refused: str
     compact: int = 0
+    # Where it may come back from the host.
     offloaded: bool = False
     copying: float = 0.0
     saved: int = 0
+    # Where a module call is made again for some of what it saves. Two kinds of values take part: the call itself,
+    # which is no tensor (``call``, ``stretches``, ``state``), and what is picked from it (``picked``, ``gone``).
     call: str = ""
     beside: int = 0
     picked: bool = False
     stretches: tuple[int, ...] = ()
     gone: int = 0
+    # Where a whole call is replayed instead.
     within: str = ""
     state: int = 0
 
@@ -186,6 +190,9 @@ class Hold:
 @dataclass(frozen=True, slots=True)
 class PlanOverhead:
     """Seconds that the hooks of a plan take in a step, beside the operators that run again.
+
+    The part of :class:`~lightning_dpx.memory.profile.bookkeeping.Bookkeeping` that depends on the whole choice; the
+    rest of it is in the seconds of the values and calls already.
 
     Attributes:
         per_step: In any step in which something is dropped, whatever that is.
