@@ -11,6 +11,7 @@ from lightning_dpx.errors import ConfigurationError
 
 def tell(text: str) -> None:
     """Says it on standard error, after what :func:`progress` says."""
+    # The line of progress has no end of its own, and the text would stand behind it.
     done()
     print(text, file=sys.stderr)
 

@@ -59,6 +59,7 @@ def write_report(found: DryRun, path: Path, machines: Machines | None = None) ->
                     figures=[draw_plan(profile, plan)], printed=format_plan(plan, most_rows=1000)),
         ]  # fmt: skip
     if machines is not None:
+        # Only a prediction of memory needs no rates, so most pages end here.
         sections.append(section_of(found.steps, machines))
     write_page(path, "dpx: memory plan", sections)
 

@@ -47,6 +47,7 @@ def rows_of_table(found: DryRun) -> list[list[str]]:
     is_cut = _is_cut(found)
     _, unit = unit_of_figures(found)
     for one in found.forecasts:
+        # Without a plan there is a dash, as zero would say that a plan takes no time.
         share = one.plan.recompute_share if one.plan is not None else None
         sizes = [one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs]
         if _communicates(found):

@@ -38,6 +38,7 @@ def check_fixed_params(fixed_params: Sequence[str], names: Collection[str]) -> N
     Raises:
         ConfigurationError: it is not.
     """
+    # A text is a collection as well, of its letters.
     if isinstance(fixed_params, str):
         raise ConfigurationError(f"fixed_params={fixed_params!r} is not allowed; give a list: [{fixed_params!r}].")
     if not isinstance(fixed_params, Collection):

@@ -154,6 +154,7 @@ class ReplicaGroup:
             return []
         if not isinstance(shared_group, ReplicaGroup):
             raise ConfigurationError(f"shared_group={type(shared_group).__name__} is not allowed; give a ReplicaGroup.")
+        # Of one class, whose groups may look into each other.
         theirs = shared_group._set
         existing = parameters_by_replica(theirs.primaries, devices)
         adopt_parameters(module, existing[0])
@@ -324,6 +325,7 @@ class ReplicaGroup:
 
     def _end(self, outputs: list[Any]) -> None:
         """What the forward left on the replicas comes to the first."""
+        # Replicas without rows have run nothing, and hold what the last batch left there.
         active = [batch_slice.replica for batch_slice in self._slices]
         self._set.python_state.collect(active)
         self._set.state.buffers.collect(active)
@@ -331,6 +333,7 @@ class ReplicaGroup:
         self._outputs = outputs
 
     def _run_module(self, batch_slice: BatchSlice) -> Any:
+        # A copy, as the slice keeps its inputs for input_grads().
         batch = dict(batch_slice.batch)
         positional = [batch.pop(str(position)) for position in range(self._num_positional)]
         return batch_slice.replica.module(*positional, **batch)

@@ -63,5 +63,6 @@ def adopt_buffers(module: nn.Module, source: nn.Module) -> None:
             # Not in the state dict: a constant, such as a mask, that follows from the shape of the module.
             if mine is None or name not in persistent or name not in theirs:
                 continue
+            # Buffers of other shapes belong to the other shape of the module, and stay its own.
             if mine.shape == theirs[name].shape and mine.dtype == theirs[name].dtype:
                 buffers_of(child)[key] = theirs[name]

@@ -110,6 +110,7 @@ def given_batch(batch_slice: BatchSlice, batch: Any, shown: Any, *, is_as_loaded
     parts = _plain_tensors(batch)
     if parts is not None:
         return GivenBatch(batch_slice, batch, is_as_loaded, parts, _versions(parts), {}, {}, {(): batch})
+    # Any other kind of batch is looked at part by part, which takes longer than the usual list of tensors.
     named = _parts(batch, shown, (), of_hooks=not is_as_loaded, opened=None)
     marks = {path: _Mark.of(value) for path, value in named}
     objects = {path: list(_contents(mark.value)) for path, mark in marks.items() if slicer_of(mark.value)}

@@ -117,6 +117,7 @@ def tensor_of(held: Any) -> torch.Tensor | None:
         held = held()
     if isinstance(held, Unnamed | Value):
         return held.tensor
+    # A view is read anew from the value that it is of, where that is still there.
     if isinstance(held, View):
         if held.value.tensor is None:
             return None

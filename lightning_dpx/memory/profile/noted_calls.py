@@ -262,6 +262,7 @@ class NotedCalls:
 
     def try_all(self, costs: TriesReplays) -> None:
         """Makes calls again; those that do not give the same are no longer considered."""
+        # Before backward frees what autograd holds, as that is what the trials compare with.
         self._right.update(ReplayTrials(self._noted, self._saved, costs).run())
         # What was kept for the trials alone.
         for noted in self._noted:

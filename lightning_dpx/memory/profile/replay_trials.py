@@ -142,6 +142,7 @@ class ReplayTrials:
 
     def _is_right(self, noted: NotedCall, like: NotedCall | None) -> bool:
         """Makes the call again; ``like`` is one of its kind that was watched already."""
+        # Copies and references of what the call was given may be gone by now, as a value goes with its graph.
         given = _given_to(noted)
         if given is None:
             return False

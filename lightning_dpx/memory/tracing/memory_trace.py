@@ -76,6 +76,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        # Before the mode goes: from here on states belong to no trace.
         GENERATOR_STATES.tell_no_more(self.note_made)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 

@@ -130,6 +130,7 @@ class StorageLedger:
             num_earlier: Allocations that there were then.
             taken: What the allocator tells of it.
         """
+        # What it made may be the gradient of a parameter, which stays, or an activation, which does not.
         made = self.allocations[num_earlier:]
         if inside and made:
             # Whether its results stay is known only at the end of the step, and the most without them depends on that.

@@ -105,6 +105,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
     parameters = list(module.parameters())
     owners = owners_of(parameters, settings)
     several = len(set(settings.devices)) > 1
+    # Optimizers make their states in the first update, which a dry run never gets to.
     states = most_states_of(trainer.optimizers)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
     all_gradients = sum(size for size, _ in trained)

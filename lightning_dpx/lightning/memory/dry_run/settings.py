@@ -72,6 +72,7 @@ def with_merged_replicas(settings: Settings) -> Settings:
         )
     if len(groups) == len(settings.devices):
         return settings
+    # The rows of a slice are the sum of its neighbours', whatever they were given by.
     shares = parse_workload(settings.workload, len(settings.devices))
     merged = replace(settings, devices=devices, workload=[sum(shares[index] for index in group) for group in groups])
     if not isinstance(settings.micro_batches, int | str):

@@ -93,6 +93,7 @@ class StepProfiles:
 
     def of_part(self, rows: int) -> Profile:
         """The step on a micro-batch, whose gradients are added to those of the ones before."""
+        # Kept apart from slices: a micro-batch adds to gradients that are there, and a slice may find none.
         if rows not in self._parts:
             self._parts[rows] = self._made(rows, accumulates=True)
         return self._parts[rows]
@@ -180,6 +181,7 @@ def _runner(
     def run(shadow: Any, rows: Any, num_rows: int) -> Any:
         if shadow.automatic_optimization:
             return unlogged_step(trainer, shadow, rows, num_rows, note)
+        # The step calls its optimizers itself, and must not find those of the run.
         with sandbox.opened(shadow):
             return unlogged_step(trainer, shadow, rows, num_rows, note)
 

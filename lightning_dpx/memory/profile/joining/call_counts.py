@@ -28,6 +28,7 @@ def varying_paths(profiles: Sequence[Profile]) -> list[str]:
     for profile in profiles:
         saving |= {call_of(value.name)[0] for value in profile.values if value.name}
     varying = []
+    # The module itself, with an empty path, is called once in every step.
     for path in sorted(saving):
         if path and len({calls.get(path, 0) for calls in counts}) > 1:
             varying.append(path)

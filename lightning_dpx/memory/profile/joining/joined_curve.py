@@ -70,6 +70,7 @@ def kept_by_pieces(splice: Splice, new_storages: Mapping[int, int]) -> list[int]
     # What is too small to be a value has no storage: only the curve shows that it is kept.
     curve = np.array(splice.donor.curve, dtype=np.int64)
     for number, piece in enumerate(splice.pieces):
+        # Both ends are looked at: what rises in forward without falling in backward is no activation.
         risen = bytes_at(curve, piece.forward[1] - 1) - bytes_at(curve, piece.forward[0] - 1)
         fallen = bytes_at(curve, piece.backward[0]) - bytes_at(curve, piece.backward[1])
         # What is there in passing at one of these moments is not there at all of them.

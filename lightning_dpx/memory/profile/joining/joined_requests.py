@@ -28,6 +28,7 @@ def joined_requests(
         event = events.of_base(one.event)
         released = events.of_base(one.released)
         requests.append(replace(one, event=event, value=values.of_base[one.value], released=released, hold=hold))
+    # Of the donor only what the pieces ask for: the rest of its backward is that of the base.
     for one in splice.donor.requests:
         if one.value in splice.piece_of:
             number = splice.piece_of[one.value]
