@@ -43,7 +43,7 @@ class EvaluationFlow:
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         slices = session.slices.of(name, args[0])
         is_known = False
-        while session.rehearsals.before_step(name, slices, args, kwargs, is_known=is_known):
+        while session.verification.before_step(name, slices, args, kwargs, is_known=is_known):
             slices = session.slices.of(name, args[0])  # it may have to run whole, or in fewer slices
             is_known = True
         if len(slices) == 1 and not session.has_processes:
@@ -70,7 +70,7 @@ class EvaluationFlow:
         session = self._session
         dataloader_idx = loader_index(args)
         replicas = session.replicas
-        rules = session.rehearsals.rules(name, dataloader_idx)
+        rules = session.verification.rules(name, dataloader_idx)
         call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
         # Precision plugins of Lightning have one and the same context for all evaluations.
         with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):

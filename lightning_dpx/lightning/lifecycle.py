@@ -103,7 +103,7 @@ class Lifecycle:
     def begin_session(self) -> None:
         """The replicas are made, after the module reached its device and before the optimizers exist."""
         module = self._strategy.connected_module
-        self._strategy.rehearsals.forget()  # what an earlier run found out, of this module or another
+        self._strategy.verification.forget()  # what an earlier run found out, of this module or another
         if self._is_simulated and (compiled := compiled_names(module)):
             names = ", ".join(compiled[:3])
             self._strategy.announce(f"dpx: simulated devices run no compiled code; {names} runs as it was written.")

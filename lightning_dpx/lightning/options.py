@@ -9,7 +9,7 @@ import torch
 from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM
-from lightning_dpx.lightning.rehearsal.rehearsals import Verify
+from lightning_dpx.lightning.rehearsal.verification import Verify
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_communication_hook
 from lightning_dpx.replicas import (
     BufferMode,

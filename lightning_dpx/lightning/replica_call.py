@@ -152,7 +152,7 @@ class ReplicaCall:
                 rules.news.note_first_draws()
             if rules.news.seen is not None:
                 known = rules.news.seen_attributes
-                note = partial(session.rehearsals.note_changed, self._key, rules.news.batch, known)
+                note = partial(session.verification.note_changed, self._key, rules.news.batch, known)
                 state.unseen.begin(note, known)
             state.collect([batch_slice.replica for batch_slice in slices])
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
@@ -242,7 +242,7 @@ def _joined_state(
     weights = weights_of(slices)
     rules.attributes.join_appended(lists, weights, session.strategy.root_device)
     rules.attributes.join_rebound(numbers, weights, session.strategy.root_device)
-    session.rehearsals.after_step(name, rules.attributes)
+    session.verification.after_step(name, rules.attributes)
 
 
 def _begun_again(

@@ -34,7 +34,7 @@ from lightning_dpx.lightning.owners import (
     move_optimizers,
     optimize_owners,
 )
-from lightning_dpx.lightning.rehearsal.rehearsals import Rehearsals
+from lightning_dpx.lightning.rehearsal.verification import Verification
 from lightning_dpx.lightning.run import Run
 from lightning_dpx.lightning.slices import Slices
 from lightning_dpx.lightning.thread_choice import ThreadChoice
@@ -118,9 +118,9 @@ class Session(Run):
         return self.module.trainer
 
     @property
-    def rehearsals(self) -> Rehearsals:
+    def verification(self) -> Verification:
         """What finds out how results are merged."""
-        return self.strategy.rehearsals
+        return self.strategy.verification
 
     @property
     def modules(self) -> list[Module]:
@@ -182,11 +182,11 @@ class Session(Run):
             args: Of the step.
             backward_follows: Whether activations are there until its end, when :meth:`move_batch` is called.
         """
-        self.rehearsals.refuse_unchecked()
+        self.verification.refuse_unchecked()
         if not self.batch_writes.is_watched:
             return
         # Several training loaders give one combined batch; only evaluation tells its loaders apart.
-        rules = self.rehearsals.rules(name, 0 if name == "training_step" else loader_index(args))
+        rules = self.verification.rules(name, 0 if name == "training_step" else loader_index(args))
         problem = self.batch_writes.finish(rules, self.strategy.root_device, self.replicas.output_dim)
         if problem is not None:
             self.whole_batches.give_whole(name, *unlike_one_batch(problem))
@@ -228,7 +228,7 @@ class Session(Run):
             return self._follow_metrics(name)
         self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
         # Evaluation, too: what its step did with the old parts says nothing of the new ones.
-        self.rehearsals.reopen_all()
+        self.verification.reopen_all()
         return self._make_replicas_anew()
 
     def _follow_metrics(self, name: str) -> bool:
@@ -246,7 +246,7 @@ class Session(Run):
             )
             return True
         self.strategy.announce("dpx: the module has other metrics than before; its replicas are made anew.")
-        self.rehearsals.reopen_all()
+        self.verification.reopen_all()
         return self._make_replicas_anew()
 
     def follow_made_metrics(self, name: str, made: MetricsAppear) -> None:
@@ -300,7 +300,7 @@ class Session(Run):
         # the old owners.
         move_optimizers(optimizers, homes)
         give_trainer(replicas, self.trainer)
-        self.rehearsals.reopen("training_step")
+        self.verification.reopen("training_step")
         self.metrics = metrics
         metrics.dim = replicas.output_dim
         self.strategy.planning.follow_given(replicas)
@@ -456,7 +456,7 @@ class Session(Run):
         # What a step leaves is noted where the next one begins, on the same parts.
         if not self.shifts and not self.replicas.structure.has_changed:
             self.replicas.python_state.share(by_several=False)
-        self.rehearsals.tell_rest()
+        self.verification.tell_rest()
 
     def close(self) -> None:
         """Ends the workers and takes everything of a run off the module."""

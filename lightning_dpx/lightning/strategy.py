@@ -20,7 +20,7 @@ from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
 from lightning_dpx.lightning.ranks import Ranks
-from lightning_dpx.lightning.rehearsal.rehearsals import Rehearsals, Verify
+from lightning_dpx.lightning.rehearsal.verification import Verification, Verify
 from lightning_dpx.lightning.run import OneDevice
 from lightning_dpx.lightning.session import Session
 from lightning_dpx.memory import MemoryPlan, Planner, Profile
@@ -172,7 +172,7 @@ class DPXStrategy(HookedStrategy):
         )
         self.planning: MemoryPlanning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
         self.out_of_memory: OutOfMemory = OutOfMemory(on_oom)
-        self.rehearsals: Rehearsals = Rehearsals(self, verify, loss_reduction)
+        self.verification: Verification = Verification(self, verify, loss_reduction)
         self.ranks: Ranks = Ranks(self)
         self.lifecycle: Lifecycle = Lifecycle(self)
         self.compiled_whole: CompiledWhole = CompiledWhole()

@@ -60,7 +60,7 @@ class TrainingFlow:
         """Callbacks may have frozen or unfrozen parts: the step is another one then, and is checked anew."""
         modes = _modes_of(self._session.module)
         if self._modes is not None and modes != self._modes:
-            self._session.rehearsals.reopen(NAME)
+            self._session.verification.reopen(NAME)
         self._modes = modes
         self._session.memory.begin_epoch()
 
@@ -122,7 +122,7 @@ class TrainingFlow:
         self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool = False
     ) -> list[BatchSlice]:
         """The slices after a rehearsal, which may have found that the batch must stay whole."""
-        if self._session.rehearsals.before_step(NAME, slices, args, kwargs, is_known=is_known):
+        if self._session.verification.before_step(NAME, slices, args, kwargs, is_known=is_known):
             return self._session.slices.of(NAME, args[0])
         return slices
 
@@ -133,7 +133,7 @@ class TrainingFlow:
         if by_hand == self._was_by_hand:
             return
         self._was_by_hand = by_hand
-        session.rehearsals.reopen(NAME)
+        session.verification.reopen(NAME)
         if self.manual is not None and not by_hand:
             self.manual.gradients.leave()
         # By hand micro-batches are replicas of their own, and replicas were made for the other kind of step.

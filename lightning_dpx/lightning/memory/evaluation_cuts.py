@@ -199,7 +199,7 @@ class EvaluationCuts:
         if not session.cut_slices(numbers, training=False):
             return True
         rank_zero_info(f"dpx: {self._why_cut}.")
-        session.rehearsals.reopen(name)
+        session.verification.reopen(name)
         return True
 
     def _stays(self) -> str:
@@ -233,7 +233,7 @@ class EvaluationCuts:
         self._why_cut = ""
         session = self._session
         session.replicas.partition.leave_slices(training=False)
-        session.rehearsals.reopen(name)
+        session.verification.reopen(name)
         return True
 
 

@@ -6,7 +6,7 @@
                     (sliced_run.py)                                   (slice_check.py)
 
 What is checked is what will run: the strategy's own step, pointed at shadows (`shadow_step.py`). What cannot be
-rehearsed trains all the same, and one line says why (`rehearsals.py`).
+rehearsed trains all the same, and one line says why (`verification.py`).
 """
 
 import traceback

@@ -178,7 +178,7 @@ class ShadowStep:
         if self.by_hand and session is not None:
             session.gradient_hooks = GradientHooks()
             session.gradient_hooks.begin(shadow, session.replicas, session.step)
-        with overridden(strategy, **attributes), strategy.rehearsals.judged_by(self.call, judge):
+        with overridden(strategy, **attributes), strategy.verification.judged_by(self.call, judge):
             yield
 
     def optimizers_for(self, shadow: Any, session: "Session | None", seen: Observation) -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""The rehearsals of a run: when a step is rehearsed, what follows from what was found, and what is said of it."""
+"""What ``verify`` asks for: when a step is rehearsed, what follows from what was found, and what is said of it.
+
+One rehearsal of one step is in `rehearsal.py`; here is what a run makes of all of them:
+
+    before a step --is it due?--> Rehearsal --> Outcome --> rules by which results are merged
+      first batch, news, a spot check           |             differences: a line, an error, or whole batches
+                                                +--> cannot be rehearsed: it trains all the same, and one line says so
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,8 +37,8 @@ _CHECKED_AGAIN = ", and is in later batches that do it, until a check has seen i
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 
 
-class Rehearsals:
-    """The rehearsals of a run, and the rules that they found.
+class Verification:
+    """The rehearsals of all steps of a run, and the rules that they found.
 
     Args:
         strategy: Whose steps are rehearsed.
