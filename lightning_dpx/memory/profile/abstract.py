@@ -15,13 +15,13 @@ from lightning_dpx.errors import ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import (
     NO_ANSWER,
-    RooflineCosts,
     RunsOnFakes,
     fake_device_for,
     faked,
     with_or_without_numbers,
 )
 from lightning_dpx.memory.profile.profiler import Run, profile_step
+from lightning_dpx.memory.profile.roofline_costs import RooflineCosts
 from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only
 
