@@ -28,8 +28,8 @@ def test_parameters_of_other_shapes_are_refused() -> None:
 def test_statistics_are_one_and_constants_are_not() -> None:
     module = nn.BatchNorm1d(2)
     theirs = nn.BatchNorm1d(2)
-    for one in (module, theirs):
-        one.register_buffer("mask", torch.ones(2), persistent=False)
+    module.register_buffer("mask", torch.ones(2), persistent=False)
+    theirs.register_buffer("mask", torch.ones(2))
     adopt_buffers(module, theirs)
     assert module.running_mean is theirs.running_mean
     assert module.mask is not theirs.mask

@@ -39,12 +39,15 @@ def test_something_else_is_put_there_or_taken_out() -> None:
 
 
 def test_what_hooks_get_can_be_exchanged_and_shares_its_memory() -> None:
-    loaded = [torch.zeros(2), {"x": torch.zeros(2)}]
+    loaded = [torch.zeros(2), {"x": torch.zeros(2)}, (torch.zeros(2),)]
     shown = exchangeable(loaded)
     shown[0].add_(1)
     assert loaded[0].tolist() == [1, 1]
     put_at(shown, (1, "x"), torch.ones(2))
+    put_at(shown, (2, 0), torch.ones(2))
+    assert shown[2][0].tolist() == [1, 1]
     assert loaded[1]["x"].tolist() == [0, 0]
+    assert loaded[2][0].tolist() == [0, 0]
 
 
 def test_which_containers_take_the_place_of_others() -> None:

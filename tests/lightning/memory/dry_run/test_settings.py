@@ -12,7 +12,7 @@ def on(*names: str) -> tuple[torch.device, ...]:
 
 
 def test_neighbours_on_one_device_are_one_and_have_the_rows_of_both() -> None:
-    settings = Settings(devices=on("cuda:0", "cuda:0", "cuda:1"), workload=[1, 2, 3], micro_batches=[2, 2, 4])
+    settings = Settings(devices=on("cuda:0", "cuda:0", "cuda:1"), workload=[1, 2, 3], micro_batches=[2, 3, 4])
     merged = with_merged_replicas(settings)
     assert merged.devices == on("cuda:0", "cuda:1")
     assert merged.workload[0] == merged.workload[1]

@@ -1,5 +1,7 @@
 """Values of a joined step stand in the order of forward, and are made from what they were made from."""
 
+from dataclasses import replace
+
 from lightning_dpx.memory.profile.joining.event_map import EventMap
 from lightning_dpx.memory.profile.joining.joined_values import JoinedStorages, JoinedValues, new_storages
 from lightning_dpx.memory.profile.joining.splice import Splice
@@ -25,6 +27,13 @@ def test_only_storages_that_the_base_lacks_are_new() -> None:
     storages = JoinedStorages(splice, EventMap(splice))
     assert storages.of_donor == {0: 0, 1: 2, 2: 1}
     assert [storage.num_bytes // MIB for storage in storages.storages] == [1, 3, 2]
+
+
+def test_a_storage_of_the_base_is_not_new_because_a_piece_uses_it_too() -> None:
+    donor = step_of([1, 2, 3])
+    of_first = replace(donor.values[1], storage=donor.values[0].storage)
+    donor = replace(donor, values=(donor.values[0], of_first, donor.values[2]))
+    assert new_storages(Splice.of(step_of([1, 3]), donor, all_values(donor))) == {}
 
 
 def test_where_each_value_has_gone() -> None:
