@@ -132,7 +132,8 @@ def test_copies_run_beside_the_computation_where_there_is_room_even_if_they_do_n
 
 
 def test_a_way_of_its_own_marks_every_value_of_a_storage() -> None:
-    profile = timed(copying=0.1 * MS)
+    # A binary fraction: copies that take half of the time are to be half of them, not by rounding one less.
+    profile = timed(copying=2.0**-13)
     ways = [*ways_to_offload(profile)]
     assert [way.prefetch_depth for way in ways] == [PREFETCH_DEPTH, 0, 0, 0]
     assert ways[1] == profile
