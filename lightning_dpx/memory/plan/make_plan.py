@@ -391,6 +391,9 @@ def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
 
 def lower_bound(profile: Profile, budget: int) -> float:
     """Seconds that no choice within ``budget`` goes below, as far as is proved."""
+    # What is proved about values says nothing about compiled code that saves less.
+    if any(len(call.runs) > 1 for call in profile.codes):
+        return 0.0
     return _lower_bound_of(Problem(profile), budget, 0.0)
 
 

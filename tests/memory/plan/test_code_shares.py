@@ -9,6 +9,7 @@ from lightning_dpx.errors import BudgetError, PlanError
 from lightning_dpx.memory import MemoryPlan, plan_profile
 from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
+from lightning_dpx.memory.plan.make_plan import lower_bound
 from lightning_dpx.memory.plan.plan import format_plan
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
 
@@ -56,6 +57,14 @@ def test_without_a_share_a_step_is_as_it_was() -> None:
     assert with_shares(profile, {}) is profile
     assert with_shares(profile, {"parts.0": 1.0}).curve == profile.curve
     assert bytes_and_seconds(profile, "parts.1", 0.4) == (40, pytest.approx(0.1)), "the nearest that was tried"
+
+
+def test_no_bound_is_above_a_plan_in_which_compiled_parts_save_less() -> None:
+    """Else micro-batches would be chosen where a step in one piece that saves less is faster."""
+    profile = chain(*[(WHOLE, HALF, NOTHING)] * 4)
+    plan = plan_profile(Parts(), profile, 330)
+    assert plan.recompute_share is not None
+    assert lower_bound(profile, 330) <= plan.recompute_share * profile.step_seconds
 
 
 class Parts(nn.Module):
