@@ -71,12 +71,13 @@ class Mirror:
     Attributes:
         source: The root's.
         copies: By the index of a replica.
-        got_containers: Whether the source got, since it was made, values that are containers themselves.
+        exchanged_containers: Whether, since it was made, the source got values that are containers themselves, or
+            other values in the place of such.
     """
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self.got_containers = False
+        self.exchanged_containers = False
         self.copies: dict[int, Any] = {}
         self._seen: Any = self._items(source)
         self._expected: dict[int, Any] = {}
@@ -153,6 +154,10 @@ class SequenceMirror(Mirror):
             return [*expected[:known], *map(translate, added)]
         # In another order, or with items gone: what was known keeps its counterpart.
         pairs = {id(mine): theirs for mine, theirs in zip(self._seen, expected, strict=True)}
+        # Lists in the place of others have no mirrors yet. What is only appended, as outputs are, needs none: the whole
+        # attribute would be copied in every step.
+        if any(_is_container(item) for item in self.source if id(item) not in pairs):
+            self.exchanged_containers = True
         return [pairs[id(item)] if id(item) in pairs else translate(item) for item in self.source]
 
     def _fill(self, copied: Any, items: list[Any]) -> None:
@@ -207,8 +212,10 @@ class MappingMirror(Mirror):
                 result[key] = expected[key]
                 continue
             result[key] = translate(value)
-            if isinstance(value, MUTABLE) or has_attributes(value):
-                self.got_containers = True
+            # Where a container is gone there may be no tensors left: all replicas hold the same object again, and what
+            # a step makes in its place is one for all.
+            if _is_container(value) or _is_container(self._seen.get(key)):
+                self.exchanged_containers = True
         return result
 
     def _fill(self, copied: Any, items: dict[Any, Any]) -> None:
@@ -236,6 +243,10 @@ class MappingMirror(Mirror):
             _add_all(mine, theirs)
         elif not (is_new and key in self.source and isinstance(theirs, torch.Tensor)):
             self.source[key] = theirs  # of a cache that all replicas fill, the first one's entry stays
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, MUTABLE) or has_attributes(value)
 
 
 def _is_made_by_several(mine: Any, theirs: Any) -> bool:
@@ -332,14 +343,14 @@ class Mirrors:
                 mirror.sync(replica, translate)
 
     def note(self) -> list[Attribute]:
-        """After all replicas had :meth:`sync`: attributes whose containers got other containers since they were paired.
+        """After all replicas had :meth:`sync`: attributes whose containers got or lost others since they were paired.
 
         Those are to be copied and paired anew.
         """
         restructured: dict[Attribute, None] = {}
         for place, mirror in self._mirrors.items():
             mirror.note()
-            if mirror.got_containers:
+            if mirror.exchanged_containers:
                 restructured[self._attribute_of[place]] = None
         return list(restructured)
 

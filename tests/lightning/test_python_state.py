@@ -399,3 +399,44 @@ class KeepsLabelled(Classifier):
 def test_tensors_of_a_class_with_attributes_keep_both_on_every_replica(execution) -> None:
     ours = fitted(KeepsLabelled, strategy=dpx.DPXStrategy(execution=execution), devices=3)
     assert_equal(dict(ours.state_dict()), dict(fitted(KeepsLabelled).state_dict()))
+
+
+class Cumulative:
+    """Keeps rows in lists that it makes with the first batch, as metrics of several libraries do."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[torch.Tensor]] | None = None
+
+    def extend(self, *batches: torch.Tensor) -> None:
+        if self.kept is None:
+            self.kept = [[] for _ in batches]
+        for rows, batch in zip(self.kept, batches, strict=True):
+            rows.extend(part[0] for part in torch.split(batch, 1))
+
+
+class KeepsRows(Classifier):
+    """Rows of an epoch, which its end looks at and forgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Cumulative()
+        self.epochs = list[list[list[float]]]()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric.extend(batch[0][:, 0], batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.metric.kept is not None
+        self.epochs.append([torch.stack(rows).tolist() for rows in self.metric.kept])
+        self.metric.kept = None
+
+
+# Three simulated devices find slices of two and one row to differ, and run whole: that is announced.
+def test_lists_that_a_step_makes_after_their_owner_was_reset_have_the_rows_of_all() -> None:
+    model = KeepsRows()
+    loader = make_loader(num_rows=7, batch_size=3)
+    strategy = dpx.DPXStrategy(execution="inline", verify="first")
+    trainer = make_trainer(strategy=strategy, devices=2, max_epochs=3, num_sanity_val_steps=0)
+    trainer.fit(model, loader, loader)
+    rows, labels = loader.dataset.tensors  # type: ignore[attr-defined]
+    assert model.epochs == [[rows[:, 0].tolist(), labels.tolist()]] * 3
