@@ -11,9 +11,11 @@ import torch
 from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
+    ROUNDINGS_OF_SLICES,
     compare_step,
     drew_alike,
     grown_from_roundings,
+    largest_error_of_gradients,
     unstable_between,
 )
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
@@ -22,12 +24,15 @@ from lightning_dpx.lightning.rehearsal.comparison.parity_report import Compariso
 from lightning_dpx.lightning.rehearsal.counts_in_use import CountsInUse
 from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
 from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
+from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import drawn_once
-from lightning_dpx.replicas.merging.tolerance import difference
+from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 # Places from which every other weight is nudged. Which side of a kink a value falls on is chance, and one nudge may
 # leave it where it was.
 _NUDGES = (1, 0)
+# Times what a handful of roundings comes to. Nearly all steps are nearer to one device, and cost no further run.
+_FEW_ROUNDINGS = 4
 
 
 class SliceCheck:
@@ -46,6 +51,7 @@ class SliceCheck:
         self._whole = whole
         self._loss_reduction = loss_reduction
         self._is_look = is_look
+        self._tolerance = runs.step.tolerance
 
     def outcome(self, judge: JudgingRules, sliced: Observation) -> Outcome:
         """Compares, and runs more where something differs, until it is known what that comes from.
@@ -60,6 +66,8 @@ class SliceCheck:
         judge, sliced = self._by_mean_or_sum(judge, sliced)
         self._note_draws(judge, sliced)
         comparison = self._compared(judge, sliced)
+        if not comparison.differences and self._narrow_tolerance(sliced):
+            comparison = self._compared(judge, sliced)
         if {kind for kind, _ in comparison.differences} == {"new weight"}:
             self._whole.magnified = self._magnified()
             comparison = self._compared(judge, sliced)
@@ -122,9 +130,36 @@ class SliceCheck:
         unstable: frozenset[str] = frozenset(),
         rounding: frozenset[str] = frozenset(),
     ) -> Comparison:
-        return compare_step(
-            self._step, self._whole, sliced, judge, sizes=self._runs.sizes, unstable=unstable, rounding=rounding
-        )
+        with overridden(self._step, tolerance=self._tolerance):
+            return compare_step(
+                self._step, self._whole, sliced, judge, sizes=self._runs.sizes, unstable=unstable, rounding=rounding
+            )
+
+    def _narrow_tolerance(self, sliced: Observation) -> bool:
+        """Whether gradients are further apart than roundings have been seen to take them, which is all that is allowed.
+
+        The tolerance is what roundings may come to in sums as long as the largest tensor, and in a loss that is nearly
+        a mean over rows, such as a Dice loss of the whole batch, slices may be nearer to it than that.
+        """
+        step = self._step
+        # Weights of its own take room, for which a budget has none, and a step by hand has moved them.
+        if self._is_look or step.by_hand or not step.trains or step.strategy.plans_memory:
+            return False
+        grown = _FEW_ROUNDINGS * self._tolerance.of_neighbors
+        few_roundings = Tolerance(grown, self._tolerance.of_neighbors)
+        apart = largest_error_of_gradients(self._whole, sliced, few_roundings)
+        if apart <= grown:
+            return False
+        for start in _NUDGES:
+            nudged = self._runs.whole.observe_nudged(self._runs.num_rows, start=start)
+            if nudged is None:
+                return False
+            of_nudge = largest_error_of_gradients(self._whole, nudged, few_roundings)
+            grown = max(grown, ROUNDINGS_OF_SLICES * of_nudge)
+        if apart <= grown:
+            return False
+        self._tolerance = Tolerance(grown, self._tolerance.of_neighbors)
+        return True
 
     def _magnified(self) -> dict[str, float]:
         """By how much roundings of the old weights have grown in each new one, as they do in many steps of L-BFGS."""

@@ -205,6 +205,52 @@ def test_a_difference_is_told_where_roundings_cannot_be_looked_for(by_hand: bool
         make_trainer(strategy=strategy, max_epochs=1, devices=2).fit(RootOfRows(by_hand), make_loader(32, 16))
 
 
+class NearlyMean(LightningModule):
+    """A loss that is the mean over rows and a little more, by less than a long sum's roundings might come to."""
+
+    more = 1e-3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mean = (self.net(batch[0]) - 1.0).pow(2).mean()
+        return mean + self.more * mean.pow(2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class NearlyMeanOfMixed(NearlyMean):
+    """Something of it is computed in fewer digits than its parameters have."""
+
+    more = 1e-4
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * torch.ones(1, dtype=torch.float32)[0]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [(NearlyMean, "32-true"), (NearlyMeanOfMixed, "64-true")])
+def test_a_loss_that_is_nearly_a_mean_is_found(kind: type[NearlyMean], precision: Any) -> None:
+    """Beside what roundings of this step come to, and not beside what they might."""
+    torch.manual_seed(1)
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    trainer = make_trainer(strategy=strategy, max_epochs=1, devices=2, precision=precision)
+    with pytest.raises(dpx.ParityError, match="gradients differ"):
+        trainer.fit(kind(), make_loader(32, 16))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_long_sum_is_no_difference(precision: Any) -> None:
+    class Mean(NearlyMeanOfMixed):
+        more = 0.0
+
+    torch.manual_seed(1)
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    make_trainer(strategy=strategy, max_epochs=1, devices=2, precision=precision).fit(Mean(), make_loader(32, 16))
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that an operator makes."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # A step in slices rounds at other places, so it is some more roundings from one device than a nudge of its weights.
-_ROUNDINGS_OF_SLICES = 16
+ROUNDINGS_OF_SLICES = 16
 
 
 class Comparer:
@@ -111,7 +111,7 @@ class Comparer:
     def _tensors(
         self, kind: str, whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor], out: Comparison
     ) -> None:
-        errors = self._errors(kind, whole, sliced)
+        errors = _errors(whole, sliced, self._tolerance)
         wrong = {name: error for name, error in errors.items() if error > self._tolerance.relative}
         out.counts[kind] = len(errors) - len(wrong)
         out.largest = max([out.largest, *(error for name, error in errors.items() if name not in wrong)])
@@ -129,28 +129,14 @@ class Comparer:
             text = f"{len(wrong)} of {len(errors)} {kind}s differ, relatively: {named}"
             out.differences.append((kind, text))
 
-    def _errors(
-        self, kind: str, whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor]
-    ) -> dict[str, float]:
-        both = [*whole.values(), *sliced.values()]
-        # A gradient that is zero but for rounding is judged by the size of its neighbors.
-        scale = max((_largest(value) for value in both), default=0.0)
-        errors = {}
-        for name in dict.fromkeys([*whole, *sliced]):
-            # What one of both lacks, such as the gradient of a parameter that was not used, counts as zeros.
-            mine = whole[name] if name in whole else torch.zeros_like(sliced[name])
-            theirs = sliced[name] if name in sliced else torch.zeros_like(whole[name])
-            errors[name] = difference(mine, theirs, self._tolerance, scale)
-        return errors
-
     def _weights(self, whole: Observation, sliced: Observation, out: Comparison) -> None:
         """New weights may differ where a normalizing optimizer blew up the rounding of a gradient that is zero."""
         if not whole.weights:
             return
         # Adam divides a gradient by its own size, so mere rounding moves a weight by a whole step.
-        gradients = self._errors("gradient", whole.gradients, sliced.gradients)
+        gradients = _errors(whole.gradients, sliced.gradients, self._tolerance)
         rounding = {name for name in whole.weights if _explained(name, gradients, self._tolerance)}
-        for name, error in self._errors("new weight", whole.weights, sliced.weights).items():
+        for name, error in _errors(whole.weights, sliced.weights, self._tolerance).items():
             # What a rounding before the step has grown to, one in it may grow to as well.
             if error <= whole.magnified.get(name, 0.0) * self._tolerance.relative:
                 rounding.add(name)
@@ -232,6 +218,27 @@ class Comparer:
             out.differences.append(("state", f"{len(wrong) - NAMED} more attributes"))
 
 
+def _errors(
+    whole: Mapping[str, torch.Tensor], sliced: Mapping[str, torch.Tensor], tolerance: Tolerance
+) -> dict[str, float]:
+    """How far tensors are apart, by name, relative to their size and a little to that of their neighbors."""
+    both = [*whole.values(), *sliced.values()]
+    # A gradient that is zero but for rounding is judged by the size of its neighbors.
+    scale = max((_largest(value) for value in both), default=0.0)
+    errors = {}
+    for name in dict.fromkeys([*whole, *sliced]):
+        # What one of both lacks, such as the gradient of a parameter that was not used, counts as zeros.
+        mine = whole[name] if name in whole else torch.zeros_like(sliced[name])
+        theirs = sliced[name] if name in sliced else torch.zeros_like(whole[name])
+        errors[name] = difference(mine, theirs, tolerance, scale)
+    return errors
+
+
+def largest_error_of_gradients(one: Observation, two: Observation, tolerance: Tolerance) -> float:
+    """How far gradients of two runs are apart at the most, as they are compared."""
+    return max(_errors(one.gradients, two.gradients, tolerance).values(), default=0.0)
+
+
 def drew_alike(whole: Observation, sliced: Observation) -> bool:
     """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference."""
     if whole.draws.left_alone or sliced.draws.left_alone:
@@ -285,7 +292,7 @@ def grown_from_roundings(
     grown = dict(_errors_of_all(whole, nudged, tolerance))
     found: set[str] = set()
     for path, error in _errors_of_all(whole, sliced, tolerance):
-        explained = grown.get(path, 0.0) * _ROUNDINGS_OF_SLICES
+        explained = grown.get(path, 0.0) * ROUNDINGS_OF_SLICES
         if tolerance.relative < error <= explained and math.isfinite(explained):
             found.add(path)
     return frozenset(found)
