@@ -35,6 +35,7 @@ _LOG = logging.getLogger("lightning_dpx")
 _MOST_OF_A_FORWARD = 0.5  # of its bytes; what a loss does not depend on waits as well, until it is forgotten
 # Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
+_THREAD = threading.local()
 
 
 class AppliedPlan:
@@ -205,37 +206,23 @@ class AppliedPlan:
 
     def enter(self, inputs: Any, caller: FrameType) -> None:
         """A forward of the root begins, with these inputs, in the code that ``caller`` runs."""
-        self._leave_interrupted()
+        _leave_interrupted()
         # A hook has no block to put a context round: it is entered here, and closed by the other
         # hook. The root may be called within itself, so there is a list of them.
-        entered = _Entered(ExitStack(), caller)
+        entered = _Entered(self, ExitStack(), caller)
         # First, as the other hook takes the last one off also where this one has failed.
-        self._entered.append(entered)
+        _entered_here().append(entered)
         entered.stack.enter_context(self.active(inputs))
 
     def leave(self, output: Any) -> None:
         """A forward of the root is over."""
-        self._entered.pop().stack.close()
+        entered = _entered_here()
+        # Those of other plans in it that Ctrl-C has ended, where this one has caught that.
+        while entered[-1].plan is not self:
+            _take_off(entered.pop())
+        entered.pop().stack.close()
         if self._trained:
             self._watch_backward(output)
-
-    @property
-    def _entered(self) -> "list[_Entered]":
-        """The forwards of the root that run in this thread, innermost last."""
-        entered: list[_Entered] | None = getattr(self._local, "entered", None)
-        if entered is None:
-            entered = self._local.entered = []
-        return entered
-
-    def _leave_interrupted(self) -> None:
-        """Takes off what a forward has left on that Ctrl-C has ended: torch calls no hook after one."""
-        entered = self._entered
-        while entered and not _is_running(entered[-1].caller):
-            stack = entered.pop().stack
-            # As the exception would have left it, so that nothing is learnt from a part of a forward.
-            interrupted = KeyboardInterrupt()
-            with STEP_ASIDE.hooks_of_others_off():
-                stack.__exit__(KeyboardInterrupt, interrupted, None)
 
     @property
     def not_found(self) -> dict[str, str]:
@@ -269,7 +256,7 @@ class AppliedPlan:
 
     def remove(self) -> None:
         """Takes its hooks off."""
-        self._leave_interrupted()
+        _leave_interrupted()
         if self.values is not None:
             self.values.remove()
         if self._replays is not None:
@@ -295,12 +282,41 @@ class _Entered:
     """A forward of the root.
 
     Attributes:
+        plan: Which it follows.
         stack: The contexts that it runs in.
         caller: The code that has entered them: while it runs the forward is not over.
     """
 
+    plan: AppliedPlan
     stack: ExitStack
     caller: FrameType
+
+
+def _entered_here() -> "list[_Entered]":
+    """The planned forwards that run in this thread, innermost last."""
+    # Of all plans: modules with plans may hold each other, and what they put on lies in one stack of torch's.
+    entered: list[_Entered] | None = getattr(_THREAD, "entered", None)
+    if entered is None:
+        entered = _THREAD.entered = []
+    return entered
+
+
+def _leave_interrupted() -> None:
+    """Takes off what forwards have left on that Ctrl-C has ended: torch calls no hook after one.
+
+    Until then, which is the next planned forward of this thread or the end of a plan, their inputs stay, and what the
+    functions that called them had in their variables.
+    """
+    entered = _entered_here()
+    while entered and not _is_running(entered[-1].caller):
+        _take_off(entered.pop())
+
+
+def _take_off(interrupted: _Entered) -> None:
+    # As the exception would have left it, so that nothing is learnt from a part of a forward.
+    error = KeyboardInterrupt()
+    with STEP_ASIDE.hooks_of_others_off():
+        interrupted.stack.__exit__(KeyboardInterrupt, error, None)
 
 
 def _is_running(code: FrameType) -> bool:

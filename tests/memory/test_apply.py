@@ -1,6 +1,7 @@
 """A plan on a module whose forward is interrupted: nothing of that forward stays, and the next one follows the plan."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -44,13 +45,13 @@ def peak(module: nn.Module, x: Tensor) -> int:
     return peak_of_passing(lambda: module(x).pow(2).mean().backward())
 
 
-def interrupt(module: nn.Sequential, x: Tensor) -> None:
-    """Ctrl-C within the fourth block."""
+def interrupt(module: nn.Sequential, x: Tensor, root: nn.Module | None = None) -> None:
+    """Ctrl-C within the fourth block, in a call of ``root`` if that holds the module."""
     block = module[3]
     assert isinstance(block, Block)
     block.interrupts = True
     with pytest.raises(KeyboardInterrupt):
-        module(x)
+        (root or module)(x)
     block.interrupts = False
 
 
@@ -120,3 +121,58 @@ def test_a_forward_within_a_forward_is_no_interrupted_one() -> None:
     dpx.apply_plan(outer, plan)
     assert peak(outer, x) == first < peak(plain, x)
     assert all(map(torch.equal, train(outer, x), train(plain, x)))
+
+
+class CatchesInterrupts(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.more = net, Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.net(x)
+        except KeyboardInterrupt:
+            assert top_saved_tensors_hooks(True) is not None
+        return self.more(x)
+
+
+@pytest.mark.parametrize("action", ["recompute", "replay"])
+def test_of_planned_modules_in_each_other_an_interrupted_forward_leaves_nothing(action: str) -> None:
+    module, x = blocks()
+    outer = nn.Sequential(Block(), module)
+    plain = copy.deepcopy(outer)
+    plan = dpx.search_plan(outer, x, budget=0.9)
+    dpx.apply_plan(module, plan_of(module, x, action))
+    dpx.apply_plan(outer, plan)
+    interrupt(module, x, outer)
+    assert all(map(torch.equal, train(outer, x), train(plain, x)))
+    assert top_saved_tensors_hooks(True) is None
+
+
+@pytest.mark.parametrize("action", ["recompute", "replay"])
+def test_a_planned_forward_may_go_on_after_one_within_it_that_was_interrupted(action: str) -> None:
+    module, x = blocks()
+    outer = CatchesInterrupts(module)
+    plan = dpx.search_plan(outer, x, budget=0.9)
+    dpx.apply_plan(module, plan_of(module, x, action))
+    dpx.apply_plan(outer, plan)
+    block = module[3]
+    assert isinstance(block, Block)
+    block.interrupts = True
+    gradients = torch.autograd.grad(outer(x).sum(), list(outer.more.parameters()))
+    assert top_saved_tensors_hooks(True) is None
+    expected = torch.autograd.grad(outer.more(x).sum(), list(outer.more.parameters()))
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_what_is_left_goes_with_the_next_planned_forward_also_where_another_thread_took_the_plan_off() -> None:
+    module, x = blocks()
+    plan = plan_of(module, x, "recompute")
+    dpx.apply_plan(module, plan)
+    interrupt(module, x)
+    remover = threading.Thread(target=dpx.remove_plan, args=(module,))
+    remover.start()
+    remover.join()
+    dpx.apply_plan(module, plan)
+    module(x)
+    assert top_saved_tensors_hooks(True) is None

@@ -125,6 +125,13 @@ class Replay:
             self._met = self._recorder.found
             self._recorder = None
 
+    def keep(self) -> None:
+        """All that was saved so far stays, and the call is not made again."""
+        # Without their graphs: nodes in there hold the hooks, which hold this call, a cycle.
+        self.saved = [tensor.detach() for tensor in self.saved]
+        self._given = []
+        self._met = []
+
     def left(self, output: Any) -> str:
         """The call is over: drops what was saved, or keeps it and says why."""
         saved = self.saved
@@ -138,12 +145,11 @@ class Replay:
         if self._stops:
             self._met = needed(self._met, len(saved))
         why = why or next((each.obstacle for each in self._met if each.obstacle), "")
-        # Without their graphs: nodes in there hold the hooks, which hold this call, a cycle.
-        self._given = [(tensor.detach(), version) for tensor, version in self._given]
         if why:
-            self.saved = [tensor.detach() for tensor in saved]
-            self._met = []
+            self.keep()
             return why
+        # Likewise without their graphs.
+        self._given = [(tensor.detach(), version) for tensor, version in self._given]
         # The call itself may write to what it has saved; it is an error only where backward asks
         # for such a tensor, as it is without a plan.
         now = [version_counter(tensor) for tensor in saved]
@@ -379,9 +385,11 @@ class Replays:
         finally:
             step = self._local.step
             self._local.step = None
-            # A call has ended without telling, as with Ctrl-C: what can be said of half of one is no news.
+            # A call has ended without telling, as with Ctrl-C: what was saved since may be of others, so it stays.
             if step is not None and step.replay is not None:
-                self._end(step, step.replay, None)
+                replay = step.replay
+                self._stop(step, replay)
+                replay.keep()
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module with hooks is called."""
@@ -432,17 +440,17 @@ class Replays:
         if is_replayed and step.replay is not None:
             self._leave(step, step.replay, output)
 
-    def _end(self, step: _Step, replay: Replay, output: Any) -> str:
-        """A call is no longer watched; says why what it has saved is kept, if it is."""
+    def _stop(self, step: _Step, replay: Replay) -> None:
+        """A call is no longer watched."""
         step.replay = None
         replay.stop_recording()
         _pop()
         STEP_ASIDE.are(step.outer)
-        with DisableTorchFunction():
-            return replay.left(output)
 
     def _leave(self, step: _Step, replay: Replay, output: Any) -> None:
-        why = self._end(step, replay, output)
+        self._stop(step, replay)
+        with DisableTorchFunction():
+            why = replay.left(output)
         if why:
             self.refused[replay.call.name] = why
         else:
