@@ -154,9 +154,10 @@ class SequenceMirror(Mirror):
             return [*expected[:known], *map(translate, added)]
         # In another order, or with items gone: what was known keeps its counterpart.
         pairs = {id(mine): theirs for mine, theirs in zip(self._seen, expected, strict=True)}
-        # Lists in the place of others have no mirrors yet. What is only appended, as outputs are, needs none: the whole
-        # attribute would be copied in every step.
-        if any(_is_container(item) for item in self.source if id(item) not in pairs):
+        # Lists in the place of others have no mirrors yet. What is only appended, as outputs are, needs none, nor does
+        # a window on them: the whole attribute would be copied in every step.
+        is_window = getattr(self.source, "maxlen", None) is not None or _goes_on(self._seen, self.source)
+        if not is_window and any(_is_container(item) for item in self.source if id(item) not in pairs):
             self.exchanged_containers = True
         return [pairs[id(item)] if id(item) in pairs else translate(item) for item in self.source]
 
@@ -184,6 +185,16 @@ def _dropped_from_the_front(before: list[Any], after: list[Any]) -> int | None:
         if len(rest) <= len(after) and all(map(operator.is_, rest, after)):
             return dropped
     return None
+
+
+def _goes_on(before: list[Any], after: Any) -> bool:
+    """Whether some of ``before`` is still in front of ``after``, in order: the oldest are gone, and others came."""
+    first = next(iter(after), None)
+    for start, item in enumerate(before):
+        if item is first:
+            rest = before[start:]
+            return len(rest) <= len(after) and all(map(operator.is_, rest, after))
+    return False
 
 
 class MappingMirror(Mirror):

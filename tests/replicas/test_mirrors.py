@@ -88,3 +88,20 @@ def test_containers_in_containers_and_attributes_are_paired_once_each() -> None:
     pairs = list(mirrored_pairs(mine, theirs))
     assert [type(one) for one, _ in pairs] == [dict, list, Holder, list]
     assert all(type(one) is type(other) and one is not other for one, other in pairs)
+
+
+@pytest.mark.parametrize("make", [list, lambda items: deque(items, maxlen=3)])
+def test_a_window_on_what_steps_append_is_not_copied_anew_in_every_step(make: Any) -> None:
+    """Nor the whole attribute that it is in, such as a vocabulary."""
+    source, copied = make([{}, {}, {}]), make([{}, {}, {}])
+    mirror = make_mirror(source)
+    mirror.add(1, copied)
+    del source[0]
+    source.append({})
+    mirror.sync(1, dict)
+    assert not mirror.exchanged_containers
+    assert len(copied) == 3
+    source.clear()
+    source.extend([{}, {}])
+    mirror.sync(1, dict)
+    assert mirror.exchanged_containers == isinstance(source, list), "others in their place, which have no mirrors yet"
