@@ -174,12 +174,13 @@ def _traced(module: nn.Module, run: Run, costs: FakeCosts, accumulates: bool) ->
     if not accumulates:
         _forget_gradients(module)
     trace: Any = costs.trace()
-    trace.resized = sharded_parameters(module)
+    resized = sharded_parameters(module)
+    trace.watch_resized(resized)
     with trace:
         forward_backward()
     curve = trace.curve
     # Fakes are on the host, and a gradient that leaves for it does not move.
-    if all(map(is_offloaded, trace.resized)):
+    if all(map(is_offloaded, resized)):
         curve = trace.passing()
     # A gradient that outlives the step counts from the moment at which it comes.
     in_all = []

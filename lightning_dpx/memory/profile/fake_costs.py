@@ -1,6 +1,6 @@
 """What is watched of a step on fake tensors: masks, left-over fakes, storages that torch resizes; priced by rates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -35,20 +35,25 @@ class FakeTrace(RatedTrace):  # type: ignore[no-untyped-call]
 
     Attributes:
         masks: Storages with zeros and one other number, as a dropout draws them.
-        resized: Parameters of ``fully_shard``, whose storages torch resizes, which no operator tells.
-        resized_bytes: Of those at every event; empty where there are none.
+        resized_bytes: Of the parameters that are watched at every event; empty where none are.
     """
 
     def __init__(self, device: torch.device, target: torch.device, probe: Probe | None, *, numbers: bool) -> None:
         super().__init__(device, target, fake=True, probe=probe, numbers=numbers)
         self.masks: set[Allocation] = set()
-        self.resized: list[Any] = []
         self.resized_bytes: list[int] = []
-        self._ledger.before_event = self._note_resized
 
-    def _note_resized(self) -> None:
-        if self.resized:
-            self.resized_bytes.append(gathered_bytes(self.resized))
+    def watch_resized(self, parameters: Sequence[Any]) -> None:
+        """Counts parameters of ``fully_shard`` from now on, whose storages torch resizes, which no operator tells."""
+        if not parameters:
+            return
+        found = self.resized_bytes
+
+        # Without a name for the trace: with one it would hold itself, and wait for the garbage collector.
+        def note() -> None:
+            found.append(gathered_bytes(parameters))
+
+        self._ledger.before_event = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # fakes are asked for their device by an operator

@@ -1,5 +1,8 @@
 """What is watched of operators on fake tensors, whose numbers cannot be read later."""
 
+import weakref
+from types import SimpleNamespace
+
 import torch
 
 from lightning_dpx.memory.profile.fake_costs import FakeTrace
@@ -23,3 +26,13 @@ def test_storages_that_are_resized_are_counted_at_every_event() -> None:
     trace = FakeTrace(CPU, CPU, None, numbers=False)
     trace.mark()
     assert trace.resized_bytes == []
+    whole = torch.empty(4)
+    trace.watch_resized([SimpleNamespace(all_gather_outputs=[whole])])
+    trace.mark()
+    whole.untyped_storage().resize_(0)
+    trace.mark()
+    assert trace.resized_bytes == [16, 0]
+    # It goes with its last name, and does not wait for the garbage collector.
+    reference = weakref.ref(trace)
+    del trace
+    assert reference() is None
