@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -76,6 +77,22 @@ class Program:
     def kill(self) -> None:
         """Ends it by force."""
         self.send_signal(signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that nothing listens on, and that the system gives to nobody until a program takes it.
+
+    Ports from 32768 on are those of connections: one that was free a moment ago was another test's by then.
+    """
+    while True:
+        # Not by Python's generator, which tests seed alike.
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def start(

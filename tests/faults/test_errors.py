@@ -27,7 +27,8 @@ from lightning_dpx.reducers.naive import NaiveReducer
 from lightning_dpx.simulate import simulate
 from tests import programs
 from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer, places
-from tests.lightning.processes.test_processes import finish, free_port
+from tests.lightning.processes.test_processes import finish
+from tests.programs import free_port
 
 Fault = Callable[[], None]
 

@@ -14,7 +14,8 @@ import torch
 
 from tests import programs
 from tests.conftest import SIMULATED, assert_equal
-from tests.lightning.processes.test_processes import free_port, one_device
+from tests.lightning.processes.test_processes import one_device
+from tests.programs import free_port
 
 # The deadlines are for machines that have ten other things to do; an idle one needs a few seconds.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]

@@ -24,7 +24,7 @@ from lightning_dpx.reducers import (
     start_roll_call,
     stop_roll_call,
 )
-from tests.lightning.processes.test_processes import free_port
+from tests.programs import free_port
 
 pytestmark = [
     pytest.mark.processes,

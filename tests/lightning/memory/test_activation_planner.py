@@ -1,7 +1,6 @@
 """The callback under strategies of several processes, which shard the module or give each a copy."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from tests.conftest import make_trainer
-from tests.programs import start
+from tests.programs import free_port, start
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
@@ -22,9 +21,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     """What two processes print."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = Path(__file__).with_name("sharded_program.py")
     processes = [start(program, rank, port) for rank in range(2)]
     printed = [process.communicate(timeout=300) for process in processes]

@@ -3,7 +3,6 @@
 import csv
 import json
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,12 @@ from lightning_dpx.memory.plan_cache import default_folder
 from tests import programs
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
 from tests.lightning.processes.process_program import WITH_MEETINGS, Embedded, Summed, late_batches
+from tests.programs import free_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 RESTARTED = Path(__file__).with_name("restart_program.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(case: str, folder: Path, world: int = 2, program: Path = PROGRAM) -> list[Any]:
