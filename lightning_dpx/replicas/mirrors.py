@@ -11,7 +11,7 @@ rows.
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -156,7 +156,8 @@ class SequenceMirror(Mirror):
         pairs = {id(mine): theirs for mine, theirs in zip(self._seen, expected, strict=True)}
         # Lists in the place of others have no mirrors yet. What is only appended, as outputs are, needs none, nor does
         # a window on them: the whole attribute would be copied in every step.
-        is_window = getattr(self.source, "maxlen", None) is not None or _goes_on(self._seen, self.source)
+        goes_on = _dropped_from_the_front(self._seen, self.source) < known
+        is_window = getattr(self.source, "maxlen", None) is not None or goes_on
         if not is_window and any(_is_container(item) for item in self.source if id(item) not in pairs):
             self.exchanged_containers = True
         return [pairs[id(item)] if id(item) in pairs else translate(item) for item in self.source]
@@ -168,8 +169,6 @@ class SequenceMirror(Mirror):
     def _apply(self, before: list[Any], after: Any, translate_back: Translate) -> None:
         now = list(after)
         dropped = _dropped_from_the_front(before, now)
-        if dropped is None:  # items in the middle were exchanged: the first replica's are kept
-            return
         added = now[len(before) - dropped :]
         limit = getattr(self.source, "maxlen", None)
         if limit is None:  # a deque with a limit drops by itself
@@ -178,23 +177,16 @@ class SequenceMirror(Mirror):
         self.source.extend(map(translate_back, added))
 
 
-def _dropped_from_the_front(before: list[Any], after: list[Any]) -> int | None:
-    """How many items of ``before`` are gone, if the rest of it is still in front of ``after``."""
-    for dropped in range(len(before) + 1):
-        rest = before[dropped:]
-        if len(rest) <= len(after) and all(map(operator.is_, rest, after)):
-            return dropped
-    return None
-
-
-def _goes_on(before: list[Any], after: Any) -> bool:
-    """Whether some of ``before`` is still in front of ``after``, in order: the oldest are gone, and others came."""
+def _dropped_from_the_front(before: list[Any], after: Sequence[Any]) -> int:
+    """How many items of ``before`` are gone, so that the rest of it is still in front of ``after``; all, if need be."""
     first = next(iter(after), None)
-    for start, item in enumerate(before):
+    for dropped, item in enumerate(before):
+        # Only there can the rest begin: it is not copied at every place of a long list.
         if item is first:
-            rest = before[start:]
-            return len(rest) <= len(after) and all(map(operator.is_, rest, after))
-    return False
+            rest = before[dropped:]
+            if len(rest) <= len(after) and all(map(operator.is_, rest, after)):
+                return dropped
+    return len(before)
 
 
 class MappingMirror(Mirror):
