@@ -66,7 +66,7 @@ class SliceCheck:
         judge, sliced = self._by_mean_or_sum(judge, sliced)
         self._note_draws(judge, sliced)
         comparison = self._compared(judge, sliced)
-        if not comparison.differences and self._narrow_tolerance(sliced):
+        if not comparison.differences and self._narrow_tolerance(sliced, comparison):
             comparison = self._compared(judge, sliced)
         if {kind for kind, _ in comparison.differences} == {"new weight"}:
             self._whole.magnified = self._magnified()
@@ -135,7 +135,7 @@ class SliceCheck:
                 self._step, self._whole, sliced, judge, sizes=self._runs.sizes, unstable=unstable, rounding=rounding
             )
 
-    def _narrow_tolerance(self, sliced: Observation) -> bool:
+    def _narrow_tolerance(self, sliced: Observation, comparison: Comparison) -> bool:
         """Whether gradients are further apart than roundings have been seen to take them, which is all that is allowed.
 
         The tolerance is what roundings may come to in sums as long as the largest tensor, and in a loss that is nearly
@@ -146,6 +146,9 @@ class SliceCheck:
         if self._is_look or step.by_hand or not step.trains or step.strategy.plans_memory:
             return False
         grown = _FEW_ROUNDINGS * self._tolerance.of_neighbors
+        # Known of the comparison: gradients are looked at once more only where something is further apart.
+        if comparison.largest <= grown:
+            return False
         few_roundings = Tolerance(grown, self._tolerance.of_neighbors)
         apart = largest_error_of_gradients(self._whole, sliced, few_roundings)
         if apart <= grown:
@@ -156,8 +159,9 @@ class SliceCheck:
                 return False
             of_nudge = largest_error_of_gradients(self._whole, nudged, few_roundings)
             grown = max(grown, ROUNDINGS_OF_SLICES * of_nudge)
-        if apart <= grown:
-            return False
+            # One nudge that explains it is enough.
+            if apart <= grown:
+                return False
         self._tolerance = Tolerance(grown, self._tolerance.of_neighbors)
         return True
 
