@@ -9,7 +9,6 @@ import torch
 from lightning_dpx.arguments import is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM
-from lightning_dpx.lightning.rehearsal.verification import Verify
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_communication_hook
 from lightning_dpx.replicas import (
     BufferMode,
@@ -27,6 +26,7 @@ from lightning_dpx.step import LossReduction
 
 Workload = Literal["even", "auto"] | list[float]
 CommunicationDtype = Literal["float16", "bfloat16"]
+Verify = Literal["warn", "raise", "first", "off"]
 LONGEST_TIMEOUT = 1e9  # seconds; what torch.distributed can count
 _CHOICES: dict[str, Any] = {
     "execution": Execution,

@@ -17,10 +17,10 @@ from lightning_dpx.lightning.lifecycle import Lifecycle
 from lightning_dpx.lightning.lightning_api import MODULE, Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Workload
+from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Verify, Workload
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
 from lightning_dpx.lightning.ranks import Ranks
-from lightning_dpx.lightning.rehearsal.verification import Verification, Verify
+from lightning_dpx.lightning.rehearsal.verification import Verification
 from lightning_dpx.lightning.run import OneDevice
 from lightning_dpx.lightning.session import Session
 from lightning_dpx.memory import MemoryPlan, Planner, Profile
