@@ -14,10 +14,12 @@ from torch import nn
 from lightning_dpx.devices import device_beside
 from lightning_dpx.python_objects.object_graph import ATOMS
 from lightning_dpx.replicas.array_slices import copied_to
+from lightning_dpx.replicas.copying.copy_memo import prepare_memo
+from lightning_dpx.replicas.copying.own_parameters import like_parameter
+from lightning_dpx.replicas.copying.shared_objects import is_shared
 from lightning_dpx.replicas.mirrors import Mirrors
 from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replicate import is_shared, like_parameter, prepare_memo
 
 _FEW = 2**16  # elements of a tensor that is copied to other replicas whether they use it or not
 

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE, slot_contents
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.origin import package_of
+from lightning_dpx.replicas.copying.shared_objects import is_shared, modules_without
 from lightning_dpx.replicas.mirrors import has_attributes
-from lightning_dpx.replicas.replicate import is_shared, modules_without
 
 _OWN_PACKAGE = package_of(__name__)
 

@@ -41,7 +41,7 @@ from lightning_dpx.python_objects.process_settings import SettingsWatch
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import BatchSlice, GeneratorStates, Replica, ReplicaSet
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
-from lightning_dpx.replicas.replicate import like_parameter
+from lightning_dpx.replicas.copying.own_parameters import like_parameter
 from lightning_dpx.replicas.same_draws import SharedParameters
 from lightning_dpx.replicas.shared_iterators import guard_iterators, iterators_that_cannot_be_copied
 from lightning_dpx.torch_compat import key_of, tree_map_only
