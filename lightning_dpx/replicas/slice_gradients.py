@@ -76,13 +76,13 @@ class OutputGradients:
                 raise self._refused(own)
             return [(leaves[0], torch.full_like(leaves[0], share))]
         missing = [path for path, leaf in own.items() if leaf.requires_grad and path not in self.given]
+        # What is no tensor, such as a cache that was not asked for, has None for its gradient, too.
+        wanted = {path: grad for path, grad in self.given.items() if grad is not None}
         # By path and not in order: a dict of gradients may have its keys in any.
-        if missing or not self.given.keys() <= own.keys():
+        if missing or not wanted.keys() <= own.keys():
             raise self._refused(own)
         pairs = []
-        for path, grad in self.given.items():
-            if grad is None:
-                continue
+        for path, grad in wanted.items():
             part = self._part(own[path], grad, rows, share)
             if part is None:
                 raise self._refused(own)

@@ -37,6 +37,15 @@ def test_an_output_may_go_without_a_gradient() -> None:
     assert grads["b"].tolist() == [1, 1, 1]
 
 
+def test_outputs_that_are_no_tensors_have_none_for_their_gradients() -> None:
+    # As transformers return them: a cache that was not asked for is None.
+    scores = torch.ones(3, requires_grad=True)
+    output = {"scores": scores, "cache": None, "name": "last"}
+    out_grads = {"scores": torch.ones(6), "cache": None, "name": None}
+    assert OutputGradients.read(out_grads, 6, 0).walk(output, slice(0, 3))
+    assert scores.grad is not None
+
+
 @pytest.mark.parametrize(
     "wrong", [{"b": torch.ones(6, 2, 3)}, {"a": torch.ones(6, 3, 2)}, {"a": torch.ones(6, 6)}, {}, None]
 )
