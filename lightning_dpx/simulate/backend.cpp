@@ -502,6 +502,16 @@ std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double rate,
   return {input.mul(mask).mul_(rate < 1 ? 1 / (1 - rate) : 0.0), mask};
 }
 
+// GPUs count integers, too, such as the experts that tokens go to; the CPU's kernel does not.
+at::Tensor histogram(const at::Tensor& input, int64_t bins, const at::Scalar& least, const at::Scalar& largest) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  auto host = to_host(input);
+  if (c10::isIntegralType(host.scalar_type(), false)) host = host.to(at::kDouble);
+  auto counts = at::empty({bins}, input.options());
+  to_host(counts).copy_(at::histc(host, bins, least, largest));
+  return counts;
+}
+
 // As between the CPU and CUDA: Module.to keeps its Parameter objects, and tied weights stay tied.
 bool dense(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided &&
@@ -555,6 +565,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", dropout);
+  m.impl("histc", histogram);
   m.impl("_has_compatible_shallow_copy_type", shallow_copies);
   m.impl("set_.source_Storage_storage_offset", set_view);
   m.impl("set_.source_Storage", set_storage);

@@ -184,3 +184,12 @@ def test_bad_numbers_are_refused(options, message) -> None:
 def test_sizes_as_text() -> None:
     sizes = [parse_bytes("memory", text) for text in (1, "10", "2KiB", "1.5 MiB", "2GB", "1TiB")]
     assert sizes == [1, 10, 2048, 1.5 * 2**20, 2 * 10**9, 2**40]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_integers_are_counted_as_on_a_gpu(dtype: torch.dtype, sim) -> None:
+    experts = torch.tensor([0, 1, 1, 3, 3, 3], dtype=dtype, device="sim:1")
+    counts = torch.histc(experts, bins=4, min=0, max=3)
+    assert counts.device == experts.device
+    assert counts.dtype == dtype
+    assert counts.tolist() == [1, 2, 0, 3]
