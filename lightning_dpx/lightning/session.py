@@ -87,7 +87,7 @@ class Session(Run):
         self.step = step
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
         self.has_processes: bool = strategy.num_processes > 1
-        self.whole_batches: WholeBatches = WholeBatches()
+        self.whole_batches: WholeBatches = WholeBatches(len(replicas.devices))
         self.batch_writes: BatchWrites = BatchWrites()
         self.gradient_hooks: GradientHooks = GradientHooks()
         self.settings: OptimizerSettings = OptimizerSettings(strategy)

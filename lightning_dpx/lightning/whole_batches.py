@@ -12,13 +12,19 @@ from lightning_dpx.lightning.lightning_api import Trainer, rank_zero_only, rank_
 from lightning_dpx.lightning.lightning_compat import DataFetcherWrapper, batch_sizes_in, combined_loader
 from lightning_dpx.replicas import children_of
 
-ADVICE = "For all devices to take part, return what has a shape of its own for every row."
+_FOR_ALL = "For all devices to take part"  # as advice begins
+ADVICE = f"{_FOR_ALL}, return what has a shape of its own for every row."
 
 
 class WholeBatches:
-    """Which stages get their batches whole, and what has been said about it."""
+    """Which stages get their batches whole, and what has been said about it.
 
-    def __init__(self) -> None:
+    Args:
+        num_devices: Of the process.
+    """
+
+    def __init__(self, num_devices: int = 2) -> None:
+        self._num_devices = num_devices
         self._reasons: dict[str, tuple[str, str]] = {}
         self._keeps_unequal: set[str] = set()
         self._small: dict[str, tuple[int, str]] = {}  # by stage: so many rows of a slice are too few, and why
@@ -118,7 +124,12 @@ class WholeBatches:
         self._announced.add((stage, kind))
         process = getattr(rank_zero_only, "rank", 0)
         where = f"the first replica of process {process}" if process else "the first replica"
-        text = f"dpx: {stage} {what} whole, on {where}, while the others idle: {reason} {advice}".rstrip()
+        how = f"on {where}, while the others idle"
+        # Nothing idles there: what a batch that stays whole is not cut into are micro-batches.
+        if self._num_devices == 1:
+            how = "in one piece, M = 1"
+            advice = advice.replace(_FOR_ALL, "For micro-batches")
+        text = f"dpx: {stage} {what} whole, {how}: {reason} {advice}".rstrip()
         if process:  # every process decides about its own batches, and the first one may see no reason
             warnings.warn(text, stacklevel=3)
         else:

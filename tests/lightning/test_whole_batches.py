@@ -376,6 +376,14 @@ def test_a_stage_that_gets_all_batches_whole_says_so_once() -> None:
     assert whole.reason_for("training_step") is None
 
 
+def test_on_one_device_it_says_that_a_batch_is_not_cut_into_micro_batches() -> None:
+    whole = WholeBatches(1)
+    advice = "For all devices to take part, let it take a batch."
+    expected = "gets a batch whole, in one piece, M = 1: It fetches. For micro-batches, let it take a batch."
+    with pytest.warns(UserWarning, match=expected):
+        whole.announce_batch("training_step", "It fetches.", advice, "fetches")
+
+
 @pytest.mark.parametrize("stage", ["training_step", "validation_step"])
 def test_a_stage_that_gets_all_batches_whole_runs_on_the_first_replica(stage: str) -> None:
     class Given(Several):
