@@ -232,7 +232,7 @@ def _joined_state(
     places = {*rules.attributes.appended, *rules.attributes.growing}
     # The user's own module is watched even where it has no slice: what is joined ends up there.
     lists = ListWatch([root, *(module for module in modules if module is not root)], places)
-    numbers = NumberWatch(modules, root, rules.attributes.rebound)
+    numbers = NumberWatch(modules, root, rules.attributes.rebound, rules.attributes.read)
     try:
         yield numbers
     except GatherError:

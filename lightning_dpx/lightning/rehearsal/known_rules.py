@@ -186,5 +186,6 @@ def _attribute_rules(earlier: AttributeRules, judge: AttributeJudge, findings: M
         growing=earlier.growing | judge.growing,
         rebound=rebound,
         disjoint={path for path in rebound if CHANGES in findings[f"self.{path}"].rules},
+        read=judge.read,
         row_counts=earlier.row_counts,
     )

@@ -34,6 +34,7 @@ class AttributeRules:
         lost_items: Lists among them that have no rule, and out of which a step has taken items since.
         rebound: Attributes whose numbers a step changes.
         disjoint: Those of them of which rehearsals have seen each slice change elements of its own.
+        read: Attributes that hooks read, whose values come together however large they are.
         row_counts: Which attributes and buffers have counted rows until now.
     """
 
@@ -44,6 +45,7 @@ class AttributeRules:
     lost_items: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
     disjoint: set[str] = field(default_factory=set)
+    read: frozenset[str] = frozenset()
     row_counts: RowCounts = field(default_factory=RowCounts)
 
     def __bool__(self) -> bool:
@@ -187,6 +189,9 @@ class AttributeRules:
 
         # Where the rule does not fit, the caller takes the first replica's value.
         def nothing(parts: list[Any], path: str) -> Any:
+            # Rows of other widths than in the rehearsal, say, which another one may look at.
+            if rule.kind == "join":
+                self.news.note(path)
             return None
 
         merger = Merger(rules=rules, weights=weights, device=device, fallback=nothing)

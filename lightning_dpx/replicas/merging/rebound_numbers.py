@@ -8,7 +8,7 @@ Of any other attribute that a step rebinds, the first replica's value counts. Wh
 how those of slices become one, is found by a rehearsal.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,19 @@ from lightning_dpx.replicas.remote_tensor import RemoteTensor, source_of, versio
 _MOST = 2**16  # elements of a tensor: a matrix of counts, and no activations
 
 
-def numbers_of(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def numbers_of(attributes: Iterable[tuple[str, Any]], read: Collection[str] = ()) -> dict[str, Any]:
     """Copies of all numbers among attributes, and of tensors of a few.
 
     Args:
         attributes: Values by path.
+        read: Paths of those that hooks read, which count however many numbers they are.
     """
-    # Copies, since a step may write them in place.
-    return {path: _copied(value) for path, value in attributes if _is_few_numbers(value)}
+    found: dict[str, Any] = {}
+    for path, value in attributes:
+        if _is_few_numbers(value) or (path in read and _can_be_joined(value)):
+            # Copies, since a step may write them in place.
+            found[path] = _copied(value)
+    return found
 
 
 def changed_numbers(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
@@ -43,9 +48,13 @@ class NumberWatch:
         modules: Of the replicas that take part.
         root: The user's module, which gets what comes together.
         paths: Of the attributes.
+        read: Those of them that hooks read, which count however many numbers they are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], root: nn.Module, paths: Iterable[str]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], root: nn.Module, paths: Iterable[str], read: Collection[str] = ()
+    ) -> None:
+        self._read = read
         self._before: dict[str, Any] = {}
         self._noted: dict[str, list[tuple[Any, int]]] = {}  # by path, what each replica has, and its version
         places = {path: path.rpartition(".")[::2] for path in paths}
@@ -67,7 +76,8 @@ class NumberWatch:
         owner, name = self._places[path]
         parts = [_found(replica[owner], name) for replica in self._replicas]
         # There is no sum or mean of something that is no number on one of them.
-        if not all(_is_few_numbers(part) for part in parts):
+        counts = _can_be_joined if path in self._read else _is_few_numbers
+        if not all(map(counts, parts)):
             return []
         before = self._before[path]
         # One replica that has changed it is enough; what the others have is their part of it.
@@ -188,14 +198,25 @@ def _is_as_noted(value: Any, noted: tuple[Any, int], copied: Any) -> bool:
 
 
 def _is_few_numbers(value: Any) -> bool:
-    if not is_numeric(value):
+    if not _is_plain(value):
         return False
-    if isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor or value.is_meta or value.is_quantized:
-            return False
-        if value.ndim and value.requires_grad:
-            return False  # part of a graph that the step, or its hooks, still use
+    if isinstance(value, torch.Tensor) and value.ndim and value.requires_grad:
+        return False  # part of a graph that the step, or its hooks, still use
     return _numel(value) <= _MOST
+
+
+def _can_be_joined(value: Any) -> bool:
+    """Whether it may have another tensor in its place, of all rows and without a graph."""
+    # Its gradient would be looked for there after the backward.
+    has_gradient = isinstance(value, torch.Tensor) and value.requires_grad and (value.is_leaf or value.retains_grad)
+    return _is_plain(value) and not has_gradient
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, or an array of numbers and nothing else."""
+    if isinstance(value, torch.Tensor) and (type(value) is not torch.Tensor or value.is_meta or value.is_quantized):
+        return False
+    return is_numeric(value)
 
 
 def _numel(value: Any) -> int:

@@ -123,6 +123,25 @@ class Latest(Model):
         return [self.loss.detach(), self.size, self.largest, self.average, self.first_label, self.last_label]
 
 
+class LatestRows(Model):
+    """What hooks read of every row: with a graph and without, of a submodule, as an array, and large."""
+
+    def begin(self) -> None:
+        self.rows: Any = None
+
+    def keep(self, rows: Any, labels: Any, logits: Any, loss: Any, batch_idx: int) -> None:
+        self.rows = rows * 2
+        self.logits = logits
+        self.net.found = logits.argmax(1)
+        self.labels = labels.cpu().numpy()
+        self.large = rows.repeat(1, 1000)
+
+    def kept(self) -> list[Any]:
+        sizes = [len(self.rows), len(self.net.found), len(self.labels), len(self.large)]
+        last = [self.rows[-1].sum(), self.net.found[-1], self.labels[-1], self.large[-1].sum()]
+        return [*sizes, *last, self.logits.detach().sum()]
+
+
 def fitted(kind: type[Model], labels: torch.Tensor | None = None, **options: Any) -> Model:
     torch.manual_seed(0)
     model = kind()
@@ -135,7 +154,7 @@ def fitted(kind: type[Model], labels: torch.Tensor | None = None, **options: Any
 
 
 @pytest.mark.parametrize(("own", "num_devices"), WAYS)
-@pytest.mark.parametrize("kind", [Sums, SumsBesideDropout, Latest])
+@pytest.mark.parametrize("kind", [Sums, SumsBesideDropout, Latest, LatestRows])
 def test_after_every_batch_they_are_those_of_one_device(
     hardware: str, own: Any, num_devices: int, kind: type[Model]
 ) -> None:

@@ -17,6 +17,14 @@ def modules() -> list[nn.Module]:
     return [first, second]
 
 
+def test_rows_that_cannot_be_joined_are_news() -> None:
+    rules = AttributeRules(rules={"self.rows": Rule(kind="join")}, rebound={"rows"})
+    weights = Weights(rows=[1, 1], of_loss=[1, 1])
+    parts = [torch.zeros(1, 2), torch.zeros(1, 3)]
+    assert rules.merge_rebound("rows", None, parts, weights, torch.device("cpu")) is None
+    assert rules.news.take() == {"self.rows"}
+
+
 def test_without_lists_and_numbers_there_is_nothing_to_put_together() -> None:
     assert not AttributeRules()
     assert AttributeRules(rebound={"count"})

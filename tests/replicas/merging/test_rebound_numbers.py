@@ -37,6 +37,15 @@ def test_numbers_are_copies_and_no_large_tensors_or_parts_of_graphs() -> None:
     assert not found["loss"].requires_grad
 
 
+def test_of_what_hooks_read_only_gradients_and_other_tensors_are_left_out() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    retained = leaf * 2
+    retained.retain_grad()
+    large = torch.zeros(2**16 + 1)
+    attributes = {"large": large, "features": leaf * 2, "leaf": leaf, "retained": retained, "name": "x"}
+    assert list(numbers_of(attributes.items(), read=attributes)) == ["large", "features"]
+
+
 def test_what_is_equal_has_not_changed_and_what_was_not_there_has() -> None:
     nan = float("nan")
     before = {"a": 1, "b": torch.tensor([1.0, nan]), "c": 2.0, "d": 1, "nan": nan, "big": 2**70, "bigger": 2**70}

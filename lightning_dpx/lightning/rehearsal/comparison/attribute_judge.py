@@ -33,11 +33,13 @@ class AttributeJudge(AttributeRules):
 
     def __init__(self, whole: Observation, tolerance: Tolerance, unstable: frozenset[str]) -> None:
         appended = {place: len(items) for place, items in whole.appended.items()}
-        super().__init__(appended=appended, growing=set(appended), rebound=set(whole.numbers))
+        super().__init__(
+            appended=appended, growing=set(appended), rebound=set(whole.numbers), read=whole.hook_reads.joined
+        )
         self._whole = whole
         self._tolerance = tolerance
         self._unstable = unstable
-        self.numbers: NumberJudge = NumberJudge(whole.numbers, tolerance, unstable)
+        self.numbers: NumberJudge = NumberJudge(whole.numbers, tolerance, unstable, whole.hook_reads.joined)
         self.findings: dict[str, Finding] = {}
         self.left_apart: set[str] = set()
 

@@ -205,7 +205,9 @@ class Comparer:
             of_a_slice = relations.of_a_slice(mine, theirs)
             if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
                 continue
-            if of_a_slice:
+            if of_a_slice and path in whole.hook_reads.paths:
+                wrong.append(f"{_shown(path)}, which hooks read, is of one slice")
+            elif of_a_slice:
                 rebound.append(_shown(path))
             else:
                 wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))

@@ -29,16 +29,24 @@ class NumberJudge:
         numbers: By attribute, what one device has left there.
         tolerance: How far slices may be from it.
         unstable: What changes from run to run, as in :class:`JudgingRules`.
+        read: Attributes that hooks read, whose rows come together; of others the first slice's are enough.
 
     Attributes:
         fitting: By attribute, all rules that reproduce its number; changed where a second step shows more.
         equal: Attributes that all slices have like one device, which tells no rule from another.
     """
 
-    def __init__(self, numbers: Mapping[str, Any], tolerance: Tolerance, unstable: frozenset[str]) -> None:
+    def __init__(
+        self,
+        numbers: Mapping[str, Any],
+        tolerance: Tolerance,
+        unstable: frozenset[str],
+        read: frozenset[str] = frozenset(),
+    ) -> None:
         self._numbers = numbers
         self._tolerance = tolerance
         self._unstable = unstable
+        self._read = read
         self.fitting: dict[str, tuple[Rule, ...]] = {}
         self.equal: set[str] = set()
 
@@ -75,9 +83,10 @@ class NumberJudge:
         whole = self._numbers[path]
         name = f"self.{path}"
         found = search.examine(whole, parts, name)
+        kinds_here = {*_OF_NUMBERS, "join"} if path in self._read else {*_OF_NUMBERS}
         fitting: list[Rule] = []
         for one in found:
-            fitting += [rule for rule in one.rules if rule.kind in _OF_NUMBERS]
+            fitting += [rule for rule in one.rules if rule.kind in kinds_here]
         changes = joined_changes(parts, before)
         # Of a memory of all samples each slice changes other elements, whether it sets them or adds to them.
         if changes is not None and not changes[1] and self._is_alike(whole, changes[0]):

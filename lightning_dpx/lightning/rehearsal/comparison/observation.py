@@ -14,6 +14,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
+from lightning_dpx.lightning.rehearsal.hook_reads import HookReads
 from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
@@ -69,6 +70,7 @@ class Observation:
         appended: What lists got, by one device.
         numbers: Of attributes, after the step of one device.
         changed_numbers: Which of them it has changed.
+        hook_reads: Attributes that hooks read.
         logger_calls: Methods of loggers that the step has called itself.
         set_on_parameters: Attributes of parameters that the step or its backward has set, on one device.
     """
@@ -89,6 +91,7 @@ class Observation:
     appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     changed_numbers: set[str] = field(default_factory=set)
+    hook_reads: HookReads = field(default_factory=HookReads)
     logger_calls: list[str] = field(default_factory=list)
 
 

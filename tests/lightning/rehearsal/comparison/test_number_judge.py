@@ -1,6 +1,7 @@
 """Numbers of attributes: which rules make of the slices' numbers what one device has."""
 
 import pytest
+import torch
 
 from lightning_dpx.lightning.rehearsal.comparison.number_judge import NumberJudge
 from lightning_dpx.replicas import Weights
@@ -23,6 +24,14 @@ def test_what_is_set_to_a_mean_is_no_count() -> None:
     found = kinds(2.6, 100.0, [3.0, 2.0])
     assert "mean" in found
     assert "added" not in found
+
+
+@pytest.mark.parametrize(("read", "expected"), [(frozenset({"rows"}), ["join"]), (frozenset(), [])])
+def test_rows_are_joined_for_hooks_that_read_them(read: frozenset[str], expected: list[str]) -> None:
+    whole = torch.arange(5.0)
+    judge = NumberJudge({"rows": whole}, Tolerance(1e-6), frozenset(), read)
+    rules = judge.rules_of("rows", None, [whole[:3], whole[3:]], WEIGHTS)
+    assert [rule.kind for rule in rules] == expected
 
 
 @pytest.mark.parametrize("name", ["state:seen", "structure:seen"])

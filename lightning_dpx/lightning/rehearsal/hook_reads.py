@@ -1,0 +1,140 @@
+"""Which attributes of a module its hooks read: what a step keeps for them is to be of the whole batch.
+
+A later step may use what a step has kept, and a rehearsal runs a second step to see that. Hooks it does not call, so
+their code is asked for the names that it loads: that of the module's hooks and of the user's callbacks', and of the
+methods that they name.
+"""
+
+import dis
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from lightning_dpx.lightning.gradient_hooks import BEFORE_BACKWARD
+from lightning_dpx.lightning.lightning_api import Callback, LightningModule, is_overridden
+from lightning_dpx.lightning.transfers import TRANSFER_HOOKS
+from lightning_dpx.python_objects.origin import is_library, runs_steps
+
+# Those of Lightning's hooks that say nothing of when they are called.
+_OTHERS = frozenset(
+    {"backward", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"}
+)
+# They run on slices, within the step.
+_WITHIN_STEPS = frozenset({*TRANSFER_HOOKS, "on_before_batch_transfer"})
+_OF_BATCHES = {
+    "training_step": "on_train_batch",
+    "validation_step": "on_validation_batch",
+    "test_step": "on_test_batch",
+    "predict_step": "on_predict_batch",
+}
+# What the module computes with: it writes what it keeps before it reads it.
+_COMPUTE = frozenset({*_OF_BATCHES, "forward"})
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookReads:
+    """Paths of attributes that hooks read after a step and before the next one.
+
+    Attributes:
+        paths: All of them.
+        before_backward: Those that are read where a tensor's graph may still be used.
+    """
+
+    paths: frozenset[str] = frozenset()
+    before_backward: frozenset[str] = frozenset()
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """Those that may be put together from slices: what is put together has no graph."""
+        return self.paths - self.before_backward
+
+
+def hook_reads(module: LightningModule, step: str, attributes: Iterable[tuple[str, Any]]) -> HookReads:
+    """Which of the ``attributes`` have names that hooks load, of whatever object.
+
+    Args:
+        module: With its trainer.
+        step: Such as "training_step".
+        attributes: By path.
+    """
+    hooks = frozenset(_hooks_after(step))
+    names = _names_read(module, hooks)
+    early = _names_read(module, hooks & BEFORE_BACKWARD)
+    paths: set[str] = set()
+    before_backward: set[str] = set()
+    for path, _ in attributes:
+        name = path.rpartition(".")[2]
+        if name in names:
+            paths.add(path)
+        if name in early:
+            before_backward.add(path)
+    return HookReads(paths=frozenset(paths), before_backward=frozenset(before_backward))
+
+
+def _hooks_after(step: str) -> Iterator[str]:
+    others = tuple(prefix for of_step, prefix in _OF_BATCHES.items() if of_step != step)
+    for name in {*dir(LightningModule), *dir(Callback)} - _WITHIN_STEPS:
+        # Hooks round the batches of another stage see what the steps of that one keep.
+        if (name.startswith("on_") or name in _OTHERS) and not name.startswith(others):
+            yield name
+
+
+def _names_read(module: LightningModule, hooks: frozenset[str]) -> frozenset[str]:
+    callbacks: Sequence[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    waiting = list(_functions_of(module, LightningModule, hooks))
+    for callback in callbacks:
+        # Lightning's own know nothing of attributes of the user's.
+        if not runs_steps(type(callback)):
+            waiting += _functions_of(callback, Callback, hooks)
+    owners = [type(module), *map(type, callbacks)]
+    found: set[str] = set()
+    while waiting:
+        new = _names_loaded(waiting.pop().__code__) - found
+        found |= new
+        # A hook may leave the work to methods, of the module or of the callback.
+        for name in new - _COMPUTE:
+            for owner in owners:
+                waiting += _definitions(owner, name)
+    return frozenset(found)
+
+
+def _functions_of(owner: Any, parent: type, hooks: frozenset[str]) -> Iterator[types.FunctionType]:
+    """The functions of those hooks that ``owner`` has of its own."""
+    for name in hooks:
+        # Properties have such names as well (on_gpu).
+        if not isinstance(getattr(parent, name, None), types.FunctionType):
+            continue
+        if is_overridden(name, owner, parent=parent):
+            yield from _definitions(type(owner), name)
+            # A hook may be set on the object itself.
+            own = vars(owner).get(name)
+            function = getattr(own, "__func__", own)
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+def _definitions(kind: type, name: str) -> Iterator[types.FunctionType]:
+    """What a class and those that it is derived from have of a method, as one may call the other."""
+    for base in kind.__mro__:
+        if is_library(base) or runs_steps(base):
+            continue
+        value = vars(base).get(name)
+        if isinstance(value, property):
+            value = value.fget
+        function = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]
+        if isinstance(function, types.FunctionType):
+            yield function
+
+
+@cache
+def _names_loaded(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes that code loads, and not only sets, with those of functions that it defines."""
+    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _LOADS}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names_loaded(constant)
+    return frozenset(found)
