@@ -7,6 +7,7 @@ methods that they name.
 
 import dis
 import inspect
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ _OF_BATCHES = {
 }
 # What the module computes with: it writes what it keeps before it reads it.
 _COMPUTE = frozenset({*_OF_BATCHES, "forward"})
-_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,8 @@ def _functions_of(owner: Any, parent: type, hooks: frozenset[str]) -> Iterator[t
         if not isinstance(getattr(parent, name, None), types.FunctionType):
             continue
         if is_overridden(name, owner, parent=parent):
-            yield from _definitions(type(owner), name)
+            # Its like in a base is called where this one names it, and followed then.
+            yield from itertools.islice(_definitions(type(owner), name), 1)
             # A hook may be set on the object itself.
             own = vars(owner).get(name)
             function = getattr(own, "__func__", own)

@@ -12,12 +12,26 @@ import lightning_dpx as dpx
 from lightning_dpx.lightning.rehearsal.hook_reads import hook_reads
 from tests.conftest import make_loader, make_trainer
 
-NAMES = ("after", "by_helper", "by_parent", "only_set", "of_validation", "in_step", "early", "by_callback", "on_object")
+NAMES = (
+    "replaced",
+    "after",
+    "by_helper",
+    "by_parent",
+    "only_set",
+    "of_validation",
+    "in_step",
+    "early",
+    "by_callback",
+    "on_object",
+)
 
 
 class Base(LightningModule):
     def on_train_epoch_end(self) -> None:
         self.log("parent", self.by_parent)
+
+    def on_train_epoch_start(self) -> None:
+        self.log("replaced", self.replaced)
 
 
 class Hooked(Base):
@@ -35,6 +49,11 @@ class Hooked(Base):
 
     def helper(self) -> None:
         self.log("helper", max(row.by_helper for row in [self]))
+
+    def on_train_epoch_start(self) -> None: ...
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
 
     def on_validation_batch_end(self, *args: Any) -> None:
         self.log("validation", self.of_validation)

@@ -177,6 +177,8 @@ class AddsUpMuch(AddsUp):
         self.spread = batch[0].std()
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
+    def on_train_epoch_end(self) -> None: ...
+
 
 def test_what_steps_add_up_in_large_tensors_is_named_and_what_they_only_keep_is_not(hardware, fitted) -> None:
     seen = fitted(AddsUpMuch, 2, verify="first")
