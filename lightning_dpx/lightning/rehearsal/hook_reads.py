@@ -54,26 +54,30 @@ class HookReads:
         return self.paths - self.before_backward
 
 
-def hook_reads(module: LightningModule, step: str, attributes: Iterable[tuple[str, Any]]) -> HookReads:
-    """Which of the ``attributes`` have names that hooks load, of whatever object.
+class HookNames:
+    """The names that hooks after a step load, of whatever object; found once for all runs of a rehearsal.
 
     Args:
         module: With its trainer.
         step: Such as "training_step".
-        attributes: By path.
     """
-    hooks = frozenset(_hooks_after(step))
-    names = _names_read(module, hooks)
-    early = _names_read(module, hooks & BEFORE_BACKWARD)
-    paths: set[str] = set()
-    before_backward: set[str] = set()
-    for path, _ in attributes:
-        name = path.rpartition(".")[2]
-        if name in names:
-            paths.add(path)
-        if name in early:
-            before_backward.add(path)
-    return HookReads(paths=frozenset(paths), before_backward=frozenset(before_backward))
+
+    def __init__(self, module: LightningModule, step: str) -> None:
+        hooks = frozenset(_hooks_after(step))
+        self._names = _names_read(module, hooks)
+        self._before_backward = _names_read(module, hooks & BEFORE_BACKWARD)
+
+    def among(self, attributes: Iterable[tuple[str, Any]]) -> HookReads:
+        """Which of the ``attributes``, by path, have one of these names."""
+        paths: set[str] = set()
+        before_backward: set[str] = set()
+        for path, _ in attributes:
+            name = path.rpartition(".")[2]
+            if name in self._names:
+                paths.add(path)
+            if name in self._before_backward:
+                before_backward.add(path)
+        return HookReads(paths=frozenset(paths), before_backward=frozenset(before_backward))
 
 
 def _hooks_after(step: str) -> Iterator[str]:

@@ -31,6 +31,7 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     python_state,
     state_outside,
 )
+from lightning_dpx.lightning.rehearsal.hook_reads import HookNames
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
 from lightning_dpx.lightning.rehearsal.shadow import (
     Sandbox,
@@ -81,6 +82,7 @@ class ShadowStep:
         saves_on_host: Whether what backward needs waits on the host from here on.
         trains_norms: Whether these run as in the step; else in eval mode, so that the rest can be compared.
         ahead: By how much counts of shadows begin further on than the module's, by path.
+        hook_names: What hooks read after the step.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -97,6 +99,7 @@ class ShadowStep:
         self.norms: list[str] = []
         self.trains_norms = False
         self.ahead: dict[str, float] = {}
+        self.hook_names: HookNames = HookNames(module, call.name)
         self.changes_settings = False
         self.saves_on_host = False
         self.tolerance: Tolerance = _tolerance_of(strategy, module, call)

@@ -22,7 +22,6 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     own_attributes_of,
 )
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
-from lightning_dpx.lightning.rehearsal.hook_reads import hook_reads
 from lightning_dpx.lightning.rehearsal.outcome import PartsAppear
 from lightning_dpx.lightning.rehearsal.shadow import ShadowReplicas
 from lightning_dpx.lightning.rehearsal.shadow_step import (
@@ -236,8 +235,8 @@ class _StepsOnShadow:
         # Looked for anew before each step, as one may make lists
         # that the next one appends to.
         lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
-        reads = hook_reads(step.session.module, step.call.name, own_attributes_of(shadow))
-        numbers = numbers_of(own_attributes_of(shadow), reads.joined)
+        attributes = list(own_attributes_of(shadow))
+        numbers = numbers_of(attributes, step.hook_names.among(attributes).joined)
         on_parameters = attributes_of_parameters(shadow.named_parameters())
         replicas.root.refresh()
         replicas.metrics.refresh(replicas.root.modules)  # the step before may have made some
@@ -254,8 +253,9 @@ class _StepsOnShadow:
         grown = lists.grown(find_lists(attributes_of(shadow)))
         # Graphs would keep all activations of this run until it is compared.
         seen.appended = {place: without_graphs(items) for place, items in grown.items()}
-        seen.hook_reads = hook_reads(step.session.module, step.call.name, own_attributes_of(shadow))
-        seen.numbers = numbers_of(own_attributes_of(shadow), seen.hook_reads.joined)
+        attributes = list(own_attributes_of(shadow))
+        seen.hook_reads = step.hook_names.among(attributes)
+        seen.numbers = numbers_of(attributes, seen.hook_reads.joined)
         seen.changed_numbers = changed_numbers(numbers, seen.numbers)
         seen.read_back |= log.read_back
         seen.logged = {path_of(key): logged_value(*entry) for key, entry in log.entries.items()}

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.rehearsal.hook_reads import hook_reads
+from lightning_dpx.lightning.rehearsal.hook_reads import HookNames
 from tests.conftest import make_loader, make_trainer
 
 NAMES = (
@@ -71,10 +71,10 @@ def test_names_are_those_that_hooks_and_their_methods_load() -> None:
     module = Hooked()
     module.trainer = make_trainer(callbacks=[Looks()])
     attributes = [(f"net.{name}" if name == "after" else name, 0) for name in NAMES]
-    reads = hook_reads(module, "training_step", attributes)
+    reads = HookNames(module, "training_step").among(attributes)
     assert reads.paths == {"net.after", "by_helper", "by_parent", "early", "by_callback", "on_object"}
     assert reads.joined == reads.paths - {"early"}, "its graph may still be used"
-    reads = hook_reads(module, "validation_step", attributes)
+    reads = HookNames(module, "validation_step").among(attributes)
     assert "of_validation" in reads.paths
     assert "net.after" not in reads.paths
 
