@@ -76,6 +76,8 @@ def replicate(  # noqa: PLR0913  what belongs together is a ReplicaSet, which ca
                 copying = ModuleCopy(module, target, kept, parameters, private, given.values())
                 copied = copying.make()
             _check_same_parameters(module, copied)
+            if turn:
+                _check_shared_parameters(copied, given)
             replicas.append(Replica(len(replicas), target, copied, HiddenTensors(copying.hidden)))
     return tuple(replicas)
 
@@ -96,6 +98,20 @@ def _check_same_parameters(module: nn.Module, copied: nn.Module) -> None:
         f"The module cannot be copied: its copy has other parameters ({others}). copy.deepcopy and named_parameters() "
         "have to agree on it."
     )
+
+
+def _check_shared_parameters(copied: nn.Module, given: Mapping[str, nn.Parameter]) -> None:
+    """A class that copies itself may make new parameters, which no optimizer would ever step.
+
+    Raises:
+        ReplicationError: the copy has parameters of its own, and not those that it was ``given``.
+    """
+    own = [name for name, parameter in copied.named_parameters() if parameter is not given.get(name)]
+    if own:
+        raise ReplicationError(
+            f"Micro-batches cannot share parameter {own[0]}: the copy of its module has one of its own, as by a "
+            "__deepcopy__ that makes new parameters. Let it take them from the memo, or choose micro_batches=1."
+        )
 
 
 @contextmanager

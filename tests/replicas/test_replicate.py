@@ -31,3 +31,19 @@ class ListsItsParametersItself(nn.Module):
 def test_a_copy_with_other_parameters_is_refused() -> None:
     with pytest.raises(dpx.ReplicationError, match="its copy has other parameters"):
         replicate(ListsItsParametersItself(), [CPU, CPU])
+
+
+class MakesParametersAnew(nn.Linear):
+    """As containers of parameters that clone what they hold: the memo of a copy is passed by."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MakesParametersAnew":
+        copied = MakesParametersAnew(self.in_features, self.out_features)
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+def test_micro_batches_share_the_parameters_that_optimizers_step_or_are_refused() -> None:
+    module = nn.Sequential(MakesParametersAnew(2, 2))
+    assert len(replicate(module, [CPU, CPU])) == 2
+    with pytest.raises(dpx.ReplicationError, match="Micro-batches cannot share parameter 0.weight"):
+        replicate(module, [CPU], micro_batches=[2])
