@@ -45,5 +45,5 @@ class MakesParametersAnew(nn.Linear):
 def test_micro_batches_share_the_parameters_that_optimizers_step_or_are_refused() -> None:
     module = nn.Sequential(MakesParametersAnew(2, 2))
     assert len(replicate(module, [CPU, CPU])) == 2
-    with pytest.raises(dpx.ReplicationError, match="Micro-batches cannot share parameter 0.weight"):
+    with pytest.raises(dpx.ReplicationError, match=r"Micro-batches cannot share parameter 0\.weight"):
         replicate(module, [CPU], micro_batches=[2])
