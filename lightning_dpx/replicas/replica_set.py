@@ -19,6 +19,7 @@ from lightning_dpx.devices import (
 )
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.python_objects.compiled import compiled_names
+from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.buffer_sync import BufferMode
@@ -253,7 +254,9 @@ class ReplicaSet:
     def _copy(self, module: nn.Module, existing: Sequence[Mapping[str, nn.Parameter]] = ()) -> None:
         rules = self._rules
         numbers = self.partition.micro_batches
-        replicas = replicate(module, self.devices, rules.keep, existing, rules.skip, rules.shared, numbers)
+        # A class that copies itself by its constructor draws the numbers that the run would draw next.
+        with preserve_rng_state(self.devices):
+            replicas = replicate(module, self.devices, rules.keep, existing, rules.skip, rules.shared, numbers)
         self.replicas = replicas
         # The first replica of each device has the parameters; the others there, which run its
         # further micro-batches, have the very same objects.

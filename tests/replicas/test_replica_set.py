@@ -35,3 +35,18 @@ def test_arguments_that_are_not_allowed_are_named_with_those_that_are() -> None:
     with pytest.raises(dpx.ConfigurationError, match="devices is empty"):
         ReplicaSet(nn.Linear(1, 1), [])
     check_choice("execution", "auto", ["auto"])
+
+
+class DrawsInCopies(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, object]) -> "DrawsInCopies":
+        copied = DrawsInCopies(self.in_features, self.out_features)
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+def test_copies_draw_no_random_numbers_of_the_run() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(DrawsInCopies(2, 2))
+    state = torch.get_rng_state()
+    ReplicaSet(module, [CPU] * 2).close()
+    assert torch.equal(torch.get_rng_state(), state)
