@@ -12,7 +12,7 @@ import copy
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
 from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import BatchSlice, ReplicaRank, current_rank
+from lightning_dpx.replicas.workers import CallerContext
 from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
 
 KINDS = (Metric, MetricCollection, MetricTracker)
@@ -40,14 +41,20 @@ AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
 MetricStates = list[tuple[Any, dict[str, Any]]]  # metrics, each with what it holds
 
 
+def _modes() -> CallerContext:
+    # Hooks on what autograd saves, as those of a plan, are for the step's own operators.
+    return replace(CallerContext.capture(), saved_tensor_hooks=None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One replica's call of a method."""
+    """One replica's call of a method, and the modes in which it was made."""
 
     metric: Any
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    context: CallerContext = field(default_factory=_modes)
 
 
 class _Routed:
@@ -249,7 +256,7 @@ class ReplicaMetrics:
             return self._call_at_once(call, number, rank, step)
         # The step may go on to change in place what it gave away.
         args, kwargs = tree_map_only(Tensor, _copied, (call.args, call.kwargs))
-        step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs)
+        step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs, call.context)
         if is_of_slice:
             device = step.slices[rank.rank].replica.device
             return self._of_slices.value(call.metric, device, call.args, call.kwargs)
@@ -279,18 +286,24 @@ class ReplicaMetrics:
         keys = dict.fromkeys(chain.from_iterable(step.pending))
         for key in keys:
             calls = {rank: pending.pop(key) for rank, pending in enumerate(step.pending) if key in pending}
-            metric = next(iter(calls.values())).metric
-            method = key[1]
-            try:
-                arguments = self._joined(calls, key[2], step)
-            except GatherError as error:
-                # Better counted by slice than not at all; the stage gets whole batches
-                # from here on.
-                self._note_separate(metric, method, str(error))
-                for rank, call in calls.items():
-                    self._call_own(metric, method, self._at_home(call, step.slices[rank]))
-            else:
-                self._call_own(metric, method, arguments)
+            first = next(iter(calls.values()))
+            # A step may update in inference mode of its own, and a state that was made in it is written in no other.
+            with first.context.entered():
+                self._call_joined(calls, key[2], step)
+
+    def _call_joined(self, calls: dict[int, _Call], number: int, step: _Step) -> None:
+        """The ``number``-th call of a method in a step, once for all replicas."""
+        first = next(iter(calls.values()))
+        try:
+            arguments = self._joined(calls, number, step)
+        except GatherError as error:
+            # Better counted by slice than not at all; the stage gets whole batches
+            # from here on.
+            self._note_separate(first.metric, first.method, str(error))
+            for rank, call in calls.items():
+                self._call_own(first.metric, first.method, self._at_home(call, step.slices[rank]))
+        else:
+            self._call_own(first.metric, first.method, arguments)
 
     def _call_at_once(self, call: _Call, number: int, rank: ReplicaRank, step: _Step) -> Any:
         # Updates that wait come first, since a value must have them. Replicas that do not call it

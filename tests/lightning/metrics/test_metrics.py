@@ -315,3 +315,46 @@ def test_what_a_metric_gives_of_the_whole_batch_is_logged_once_also_unchecked(ex
 
     strategy = dpx.DPXStrategy(execution=execution, verify="off")  # type: ignore[arg-type]
     assert_equal(logged(strategy=strategy, devices=3), logged())
+
+
+class AddsInPlace(Metric):
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: torch.Tensor
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: torch.Tensor) -> None:
+        self.total += values.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+class UpdatesInInferenceMode(Classifier):
+    """A state that was made in inference mode is written in no other, wherever the user's step has it written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = AddsInPlace()
+
+    def on_train_start(self) -> None:
+        with torch.inference_mode():
+            self.added.reset()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.inference_mode():
+            self.added.update(batch[0])
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_metric_is_updated_in_the_mode_in_which_the_step_calls_it() -> None:
+    totals = []
+    for strategy in ("auto", strategy_in("inline")):
+        torch.manual_seed(0)
+        model = UpdatesInInferenceMode()
+        options = {} if strategy == "auto" else {"strategy": strategy, "devices": 2}
+        make_trainer(**options).fit(model, make_loader(24), make_loader(24))
+        totals.append(model.added.compute().cpu())
+    assert torch.allclose(*totals)
