@@ -2,14 +2,14 @@
 
 A later step may use what a step has kept, and a rehearsal runs a second step to see that. Hooks it does not call, so
 their code is asked for the names that it loads: that of the module's hooks and of the user's callbacks', and of the
-methods that they name.
+methods that they name. What is read by ``getattr`` with a name, or in functions that are no methods, is not seen.
 """
 
 import dis
 import inspect
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,6 +34,9 @@ _OF_BATCHES = {
 # What the module computes with: it writes what it keeps before it reads it.
 _COMPUTE = frozenset({*_OF_BATCHES, "forward"})
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+# By which code goes from a trainer, or a callback's argument, to the module.
+_TO_THE_MODULE = ("trainer", "lightning_module", "model")
+_Chain = tuple[str, ...]  # names that are loaded one from the other: net and weight in self.net.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +67,17 @@ class HookNames:
 
     def __init__(self, module: LightningModule, step: str) -> None:
         hooks = frozenset(_hooks_after(step))
-        self._names = _names_read(module, hooks)
-        self._before_backward = _names_read(module, hooks & BEFORE_BACKWARD)
+        self._names = _by_name(_chains_read(module, hooks))
+        self._before_backward = _by_name(_chains_read(module, hooks & BEFORE_BACKWARD))
 
     def among(self, attributes: Iterable[tuple[str, Any]]) -> HookReads:
         """Which of the ``attributes``, by path, have one of these names."""
         paths: set[str] = set()
         before_backward: set[str] = set()
         for path, _ in attributes:
-            name = path.rpartition(".")[2]
-            if name in self._names:
+            if _is_loaded(path, self._names):
                 paths.add(path)
-            if name in self._before_backward:
+            if _is_loaded(path, self._before_backward):
                 before_backward.add(path)
         return HookReads(paths=frozenset(paths), before_backward=frozenset(before_backward))
 
@@ -88,7 +90,26 @@ def _hooks_after(step: str) -> Iterator[str]:
             yield name
 
 
-def _names_read(module: LightningModule, hooks: frozenset[str]) -> frozenset[str]:
+def _by_name(chains: Iterable[_Chain]) -> dict[str, list[_Chain]]:
+    """The names that are loaded, each with those before it in a chain."""
+    found: dict[str, list[_Chain]] = {}
+    for chain in chains:
+        found.setdefault(chain[-1], []).append(chain[:-1])
+    return found
+
+
+def _is_loaded(path: str, by_name: Mapping[str, Sequence[_Chain]]) -> bool:
+    """Whether what was loaded may be the attribute at ``path``: ``self.net.weight`` is not ``self.weight``."""
+    *owners, name = path.split(".")
+    for before in by_name.get(name, ()):
+        known = list(itertools.dropwhile(_TO_THE_MODULE.__contains__, before))
+        # Of a variable that holds a part of the module nothing is known, so any part may be meant.
+        if owners[len(owners) - len(known) :] == known and len(known) <= len(owners):
+            return True
+    return False
+
+
+def _chains_read(module: LightningModule, hooks: frozenset[str]) -> frozenset[_Chain]:
     callbacks: Sequence[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
     waiting = list(_functions_of(module, LightningModule, hooks))
     for callback in callbacks:
@@ -96,12 +117,15 @@ def _names_read(module: LightningModule, hooks: frozenset[str]) -> frozenset[str
         if not runs_steps(type(callback)):
             waiting += _functions_of(callback, Callback, hooks)
     owners = [type(module), *map(type, callbacks)]
-    found: set[str] = set()
+    found: set[_Chain] = set()
+    followed: set[str] = set()
     while waiting:
-        new = _names_loaded(waiting.pop().__code__) - found
+        new = _chains_loaded(waiting.pop().__code__)
         found |= new
+        names = {chain[-1] for chain in new} - _COMPUTE - followed
+        followed |= names
         # A hook may leave the work to methods, of the module or of the callback.
-        for name in new - _COMPUTE:
+        for name in names:
             for owner in owners:
                 waiting += _definitions(owner, name)
     return frozenset(found)
@@ -137,10 +161,21 @@ def _definitions(kind: type, name: str) -> Iterator[types.FunctionType]:
 
 
 @cache
-def _names_loaded(code: types.CodeType) -> frozenset[str]:
-    """The names of attributes that code loads, and not only sets, with those of functions that it defines."""
-    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in _LOADS}
+def _chains_loaded(code: types.CodeType) -> frozenset[_Chain]:
+    """The names of attributes that code loads, and not only sets, with those of functions that it defines.
+
+    Each with the names that led to it from a variable, or from the result of a call: ("net",) and ("net", "weight").
+    """
+    found: set[_Chain] = set()
+    chain: _Chain = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _LOADS:
+            chain = (*chain, str(instruction.argval))
+            found.add(chain)
+        # Part of the instruction after it, whose argument is large.
+        elif instruction.opname != "EXTENDED_ARG":
+            chain = ()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names_loaded(constant)
+            found |= _chains_loaded(constant)
     return frozenset(found)

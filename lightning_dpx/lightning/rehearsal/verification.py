@@ -226,7 +226,7 @@ class Verification:
             return None
         # One batch goes whole, and makes them; by then replicas can be made with them.
         except PartsAppear as made:
-            fallbacks.give_next_whole(call, made)
+            self._give_next_whole(call, made)
             return None
         except NotRehearsed as reason:
             if not fallbacks.left_micro_batches(call.name, f"they could not be checked: {reason}"):
@@ -295,7 +295,7 @@ class Verification:
         except SlicesFail as failure:
             return self._leave_slices_later(call, failure)
         except PartsAppear as made:
-            self._fallbacks.give_next_whole(call, made)
+            self._give_next_whole(call, made)
             return True
         except NotRehearsed as reason:
             self._verdicts.say(f"dpx: {call.name}, checked before, could not be looked at again: {reason}")
@@ -317,12 +317,16 @@ class Verification:
         if not comparison.differences:
             return False
         comparison.notes.append("The batches that were checked before had shown nothing of it")
-        if (
-            self._strategy.session.replicas.cuts_slices
-        ):  # without them the step may not fit, and would end in the middle
+        # Without micro-batches the step may not fit, and would end in the middle.
+        if self._strategy.session.replicas.cuts_slices:
             comparison.notes.append("With micro_batches=1 it stays in one piece")
         self._tell_differences(key, comparison)
         return True
+
+    def _give_next_whole(self, call: Call, made: PartsAppear) -> None:
+        """This batch goes whole; the next one is rehearsed with what it has made."""
+        self.reopen(call.name)
+        self._fallbacks.give_next_whole(call, made)
 
     def _leave_slices(self, call: Call, failure: SlicesFail) -> None:
         """Slices of devices where there were micro-batches of them, and are checked; else batches go whole."""

@@ -79,6 +79,22 @@ def test_names_are_those_that_hooks_and_their_methods_load() -> None:
     assert "net.after" not in reads.paths
 
 
+class ReadsWeights(LightningModule):
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", self.net.weight.norm())
+        layer = self.net
+        self.log("bias", layer.bias.norm())
+        self.log("margin", self.trainer.lightning_module.head.margin)
+
+
+def test_names_of_parts_are_not_those_of_the_module() -> None:
+    module = ReadsWeights()
+    module.trainer = make_trainer()
+    paths = ["weight", "net.weight", "body.net.weight", "other.weight", "net.bias", "margin", "head.margin"]
+    reads = HookNames(module, "training_step").among((path, 0) for path in paths)
+    assert reads.paths == {"net.weight", "body.net.weight", "net.bias", "head.margin"}
+
+
 class Keeps(LightningModule):
     """Rows (B, 8) to logits (B, 3); a hook reads what a step keeps."""
 

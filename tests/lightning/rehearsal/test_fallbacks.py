@@ -1,0 +1,41 @@
+"""What a step does that slices cannot, for one batch or for all."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+
+from tests.conftest import make_loader, make_trainer, strategy_in
+
+
+class MakesAScaleForEachBatch(LightningModule):
+    """A parameter that is gone before the next step, and a loss that no slices can give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scale = nn.Parameter(torch.ones(3, device=self.device))
+        return F.cross_entropy(self.net(batch[0]) * self.scale, batch[1]) * batch[0].std()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        del self.scale
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.filterwarnings("ignore:dpx. training_step gets a batch whole")
+def test_a_step_that_makes_parts_in_every_batch_never_runs_in_slices() -> None:
+    weights = []
+    for options in ({}, {"strategy": strategy_in("inline", verify="raise"), "devices": 2}):
+        torch.manual_seed(0)
+        model = MakesAScaleForEachBatch()
+        make_trainer(max_epochs=1, **options).fit(model, make_loader(48, 8))
+        weights.append(model.net.weight.detach().cpu())
+    assert torch.allclose(*weights, rtol=0, atol=1e-6)
