@@ -22,7 +22,6 @@ from lightning_dpx.bench.staged import STAGED_MODELS
 from lightning_dpx.bench.turns import rotated
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory import MemoryPlan, Profile, apply_plan, plan_in_micro_batches, plan_profile, profile_step
-from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.pictures import new_figure, save_figure
 from lightning_dpx.units import MIB
 
@@ -195,8 +194,7 @@ class _Model:
         self._missing(f"{self.name}: no number of micro-batches takes {budget} bytes without a plan")
         return None
 
-    def _profile(self, rows: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
-        del is_worth  # profiles are kept for other budgets, too
+    def _profile(self, rows: int, /, *, accumulates: bool) -> Profile:
         # From the second micro-batch on gradients are added to those that are there, which takes
         # memory of its own: hence two profiles for a number of rows.
         if (rows, accumulates) not in self._profiles:

@@ -2,16 +2,13 @@
 
 whole step --fits, or its plan costs next to nothing?--> one piece
     |
-as few rows as may fit --slower than that plan?--> one piece
-    |
-    choose_micro_batches --> a number --profile of its rows, unless it was run--> the plan
+as few rows as may fit --choose_micro_batches--> a number --profile of its rows, unless it was run--> the plan
 
 Each profile runs the step several times, so none is made that cannot change what is chosen.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Literal, Protocol
 
 from lightning_dpx.arguments import is_whole_number
@@ -30,7 +27,7 @@ from lightning_dpx.memory.plan.micro_batches import (
     sizes_of_parts,
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
-from lightning_dpx.memory.profile.data import IsWorth, Profile
+from lightning_dpx.memory.profile.data import Profile
 
 MicroBatchNumber = int | Literal["auto"]
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
@@ -40,11 +37,8 @@ _NOTHING = BesideActivations()
 class ProfileOf(Protocol):
     """Profiles a step."""
 
-    def __call__(self, rows: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
-        """The step on so many rows; ``accumulates`` tells whether its gradients are added to earlier ones.
-
-        Where ``is_worth`` denies it for the seconds of the step, that is all that need be found out.
-        """
+    def __call__(self, rows: int, /, *, accumulates: bool) -> Profile:
+        """The step on so many rows; ``accumulates`` tells whether its gradients are added to earlier ones."""
 
 
 class TooFewRowsError(PlanError):
@@ -171,27 +165,11 @@ class _MeasuredSizes:
         """Those of all sizes, as far as they are known now."""
         return ProfilesByRows(self.whole, self.rows, self._parts, self._seconds_each, runs_twice=self._runs_twice)
 
-    def _is_less(self, number: int, less_than: float, seconds: float) -> bool:
-        """Whether ``number`` micro-batches, of which the largest takes ``seconds``, take less than that together."""
-        together = seconds * self.rows / largest_rows(self.rows, number) + number * self._seconds_each
-        if self._runs_twice:
-            together += self.whole.forward_seconds
-        return together < less_than
-
-    def add(self, number: int, less_than: float | None = None) -> int:
-        """Profiles the largest of ``number`` micro-batches, and tells how many are possible as far as that shows.
-
-        Args:
-            number: M, the micro-batches.
-            less_than: Where all of them together take as many seconds, nothing else is found out, and fewer are left.
-        """
+    def add(self, number: int) -> int:
+        """Profiles the largest of ``number`` micro-batches, and tells how many are possible as far as that shows."""
         size = largest_rows(self.rows, number)
-        is_worth = None if less_than is None else partial(self._is_less, number, less_than)
         try:
-            profile = self._profile_of(size, accumulates=True, is_worth=is_worth)
-            if profile.is_only_timed:
-                return number - 1
-            self._parts[size] = profile
+            self._parts[size] = self._profile_of(size, accumulates=True)
             # What fails on few rows does so on a single one, and the smallest micro-batch may have one row less.
             if self.rows // number == 1 < size:
                 self._parts[1] = self._profile_of(1, accumulates=True)
@@ -226,7 +204,6 @@ class _NumberSearch:
         self._profiles = measured.profiles()
         self._candidates: list[Candidate] = []
         self._plans: dict[int, MemoryPlan | BudgetError] = {}  # by number; refusals as well
-        self._less_than: float | None = None  # seconds of a cut step that is faster than one piece with its plan
         self._planned_as_run: set[int] = set()  # numbers whose plans are for micro-batches that were run
 
     def run(self) -> tuple[MemoryPlan, MicroBatchChoice]:
@@ -266,25 +243,19 @@ class _NumberSearch:
             plan = self._plan(candidate_of(self._profiles, 1, self._budget))
         except BudgetError:
             return False
-        share = plan.recompute_share or 0.0
-        self._less_than = whole.step_seconds * (1.0 + share) / (1.0 + self._margin)
         # A cut step takes no less than one in one piece without a plan, up to what is the same for sure.
-        return share <= self._margin
+        return (plan.recompute_share or 0.0) <= self._margin
 
     def _measure_first(self) -> None:
         """Runs the largest micro-batch that may fit without a plan; what lies between it and the whole is on lines."""
         number = least_number(self._measured.whole, self._measured.rows, self._budget_of)
         while number > 1 and self._measured.are_none:
-            # A step takes longer the further it is cut: what is too slow rules out all that is cut further, and two
-            # micro-batches, with whatever plan, rule out all.
-            possible = self._measure(number, self._less_than)
-            is_too_slow = possible == number - 1 and self._measured.are_none
-            self._most = min(self._most, possible)
-            number = min(2 if is_too_slow else number, self._most)
+            self._most = min(self._most, self._measure(number))
+            number = min(number, self._most)
 
-    def _measure(self, number: int, less_than: float | None = None) -> int:
+    def _measure(self, number: int) -> int:
         """Runs a step of ``number`` micro-batches; returns how many are possible as far as that shows."""
-        possible = self._measured.add(number, less_than)
+        possible = self._measured.add(number)
         self._profiles = self._measured.profiles()
         return possible
 

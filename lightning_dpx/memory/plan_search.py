@@ -39,7 +39,7 @@ from lightning_dpx.memory.plan.planners.search import SearchPlanner
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.plan_cache import PlanCache, found_or_planned, key_of_step
 from lightning_dpx.memory.profile.abstract import first_rows
-from lightning_dpx.memory.profile.data import IsWorth, Profile
+from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.sharding import is_tensor_parallel, plan_of_first_rank
 from lightning_dpx.progress import shown
 from lightning_dpx.units import parse_bytes, parse_share
@@ -249,8 +249,7 @@ def _planned_in_parts(
     """
     rows, cut = first_rows(batch)
 
-    def of_rows(count: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
-        del is_worth  # nothing waits for a plan that is searched for by itself
+    def of_rows(count: int, /, *, accumulates: bool) -> Profile:
         if count == rows:
             return whole
         try:

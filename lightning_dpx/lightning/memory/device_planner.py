@@ -8,7 +8,6 @@ from lightning_dpx.memory import BesideActivations, MemoryPlan, Profile, plan_in
 from lightning_dpx.memory.micro_batches import PlanOf, plan_fixed_micro_batches
 from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
-from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
@@ -96,8 +95,7 @@ class DevicePlanner:
             return self.whole
         return self._profile_of_part(plan.micro_batch_rows)
 
-    def _profile(self, rows: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
-        del is_worth  # profiles are kept for other budgets, too
+    def _profile(self, rows: int, /, *, accumulates: bool) -> Profile:
         if accumulates:
             return self._profile_of_part(rows)
         return self._profile_of_slice(rows)

@@ -9,7 +9,6 @@ The rehearsal of micro-batches is that of replicas: slices of unequal size besid
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,6 @@ from lightning_dpx.lightning.memory.profiling import (
 )
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.memory.profile import timing_effort
-from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
 if TYPE_CHECKING:
@@ -157,7 +155,7 @@ class MicroBatchChooser:
 
         cache = session.strategy.planning.cache
 
-        def profile_of(count: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
+        def profile_of(count: int, /, *, accumulates: bool) -> Profile:
             accumulates |= finds_gradients
             known = self.tried.get((count, accumulates))
             if known is not None:  # of another device, whose plan may have another limit
@@ -166,9 +164,9 @@ class MicroBatchChooser:
 
             def profiled() -> list[list[Profile]]:
                 announce_profile(count, device)
-                profile = partial(profile_slice, accumulates=accumulates, parts=-(-rows // count), is_worth=is_worth)
                 try:
-                    return [[profile(replicas, part, run, device)]]
+                    parts = -(-rows // count)
+                    return [[profile_slice(replicas, part, run, device, accumulates=accumulates, parts=parts)]]
                 # These keep their type, by which callers tell them apart.
                 except (DPXError, torch.OutOfMemoryError):
                     raise
@@ -185,13 +183,7 @@ class MicroBatchChooser:
                 key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
             # No other process is asked: with several of them nothing is chosen.
             profile = cache.profiles([key], profiled, bool, devices=[[device]])[0][0]
-            if profile.is_only_timed:
-                # A run with another budget may have kept it.
-                if is_worth is not None and not is_worth(profile.step_seconds):
-                    return profile
-                profile = cache.profiles([key], profiled, bool, devices=[[device]], anew=True)[0][0]
-            if not profile.is_only_timed:
-                self.tried[count, accumulates] = profile
+            self.tried[count, accumulates] = profile
             return profile
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:

@@ -1,12 +1,10 @@
 """What is known of a profiled step: numbers and names only, which is all that planners see."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 # The plan cache writes these classes to disk as lists of their fields, and reads them back by
 # position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
-
-IsWorth = Callable[[float], bool]  # whether a step that takes so many seconds is worth a profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +276,6 @@ class Profile:
     def peak(self) -> int:
         """Bytes of activations at the most, if all is kept."""
         return max(self.curve, default=0)
-
-    @property
-    def is_only_timed(self) -> bool:
-        """Whether nothing but the time of the step is known."""
-        return not self.curve
 
     def seconds_again(self, index: int) -> float:
         """Seconds each time the value is recomputed after the first."""

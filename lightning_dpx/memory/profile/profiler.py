@@ -36,7 +36,7 @@ from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.bookkeeping_in_step import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
-from lightning_dpx.memory.profile.data import IsWorth, Profile, SavedStorage
+from lightning_dpx.memory.profile.data import Profile, SavedStorage
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
 from lightning_dpx.memory.profile.lifetimes import AsksItselfError, Lifetimes, natural_lifetimes
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
@@ -69,7 +69,6 @@ def profile_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     costs: CostModel | None = None,
     accumulates: bool = False,
-    is_worth: IsWorth | None = None,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
 
@@ -83,8 +82,6 @@ def profile_step(
         costs: What watches the step; one that measures on ``device`` unless given.
         accumulates: Whether every parameter that is trained has a gradient already, to which backward adds another
             that is there at the same time. Unless given, those have that have one now.
-        is_worth: Asked with the seconds of the step, where it is timed, before anything else is found out; if not,
-            nothing else is known of it.
 
     Raises:
         PlanError: the step leads to no backward.
@@ -100,7 +97,6 @@ def profile_step(
         context=autocast.entered_by(context),
         costs=costs or CostModel(device),
         accumulates=accumulates,
-        is_worth=is_worth,
     )
     # The garbage collector would search all that is watched, again and again, for a third of the time.
     with COLLECTOR.resting(), autocast.suspended():
@@ -121,7 +117,6 @@ class _Step:
     context: Callable[[], AbstractContextManager[Any]]
     costs: CostModel
     accumulates: bool
-    is_worth: IsWorth | None
 
     @property
     def forward(self) -> "FreshForward":
@@ -168,8 +163,6 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         at("timing steps")
         with uncompiled(), torch.enable_grad():
             times = timer.least(step.forward, step.backward)
-        if step.is_worth is not None and not step.is_worth(times[0]):
-            return Profile((), (), (), (), 0, step_seconds=times[0], forward_seconds=times[1])
     accumulates = step.finds_gradients  # the steps below leave some
     profile = _watched(step)
     if compiled:

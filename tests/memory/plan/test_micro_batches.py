@@ -16,7 +16,6 @@ from lightning_dpx.memory.plan.micro_batches import (
     numbers_worth_trying,
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
-from lightning_dpx.memory.profile.data import IsWorth
 from tests.memory.chains import chain_profile
 
 ROWS = 24
@@ -155,7 +154,7 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
     """What lies between two sizes was guessed, and a kernel may take another way on few rows."""
     tried: list[int] = []
 
-    def profile_of(rows: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
         tried.append(rows)
         steps_more = 6 if rows == 4 else rows
         return part(steps_more, 0.0)
@@ -166,23 +165,13 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
     assert (choice.candidate.rows, plan.micro_batches) == (3, 8)
 
 
-def measured(
-    room: int, fixed: float = 0.0, *, timed: list[int] | None = None, **options: float
-) -> tuple[list[int], int]:
-    """The rows of the steps that are profiled for a choice, in order; and the number that is chosen.
-
-    Gives to ``timed`` the rows of those that are timed only.
-    """
+def measured(room: int, fixed: float = 0.0, **options: float) -> tuple[list[int], int]:
+    """The rows of the steps that are profiled for a choice, in order; and the number that is chosen."""
     tried: list[int] = []
-    timed = [] if timed is None else timed
 
-    def profile_of(rows: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
-        found = part(rows, fixed)
-        if is_worth is not None and not is_worth(found.step_seconds):
-            timed.append(rows)
-            return Profile((), (), (), (), 0, step_seconds=found.step_seconds)
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
         tried.append(rows)
-        return found
+        return part(rows, fixed)
 
     def plan_of(profile: Profile, limit: int | None) -> MemoryPlan:
         return plan_profile(Chain(), profile, limit, "optimal")
@@ -208,21 +197,6 @@ def test_no_part_is_profiled_where_a_plan_costs_as_little_as_the_margin() -> Non
     assert measured(room, margin=0.9 * plan.recompute_share)[0] == [24, 12]
 
 
-def test_micro_batches_that_are_slower_than_a_plan_of_one_piece_are_timed_and_no_more() -> None:
-    room = WHOLE.peak // 4
-    plan = plan_profile(Chain(), WHOLE, room, "optimal")
-    assert plan.recompute_share
-    again = plan.recompute_share * WHOLE.step_seconds
-    timed: list[int] = []
-    assert measured(room, fixed=1.1 * again, timed=timed) == ([24], 1)
-    assert timed == [6, 12], "four are too slow, and so are two, without a plan"
-    timed.clear()
-    # Four take longer than the plan of one piece, as they pay three times more; two do not.
-    tried, _number = measured(room, fixed=0.5 * again, timed=timed)
-    assert (tried, timed) == ([24, 12], [6])
-    assert measured(room, fixed=0.0) == ([24, 6], 4)
-
-
 def test_what_does_not_grow_with_the_rows_shows_in_one_part_beside_the_whole() -> None:
     fixed = WHOLE.peak // 4
 
@@ -240,7 +214,7 @@ def test_what_does_not_grow_with_the_rows_shows_in_one_part_beside_the_whole() -
 def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
     """The last size that a guess said to fit takes more, and so do all that are larger."""
 
-    def profile_of(rows: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
         return part(rows if rows == 1 else max(5, rows), 0.0)
 
     _plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, int(3.5 / ROWS * WHOLE.peak))
@@ -251,7 +225,7 @@ def test_a_refusal_counts_what_micro_batches_leave_beside_them() -> None:
     aside = WHOLE.peak // 2
     beside = BesideActivations(gradients=aside)
     with pytest.raises(dpx.BudgetError, match=r"In \d+ micro-batches of \d+ rows?, beside .* of gradients") as refused:
-        plan_in_micro_batches(ROWS, lambda rows, **_: part(rows, 0.0), keep_all, aside + 1, beside=beside)
+        plan_in_micro_batches(ROWS, lambda rows, accumulates: part(rows, 0.0), keep_all, aside + 1, beside=beside)
     assert refused.value.smallest is not None
     assert refused.value.smallest > aside + 1
 
@@ -261,7 +235,7 @@ def test_every_micro_batch_has_its_buffers_beside_its_activations() -> None:
 
     def choice_within(budget: int) -> int:
         beside = BesideActivations(buffers=each)
-        found = plan_in_micro_batches(ROWS, lambda rows, **_: part(rows, 0.0), keep_all, budget, beside=beside)
+        found = plan_in_micro_batches(ROWS, lambda rows, accumulates: part(rows, 0.0), keep_all, budget, beside=beside)
         return found[1].candidate.number
 
     number = choice_within(WHOLE.peak // 2)
