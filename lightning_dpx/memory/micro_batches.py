@@ -1,10 +1,8 @@
 """The plan of a step that may be cut into micro-batches: profiled on few sizes, chosen, and profiled as it will run.
 
-whole step --fits, or its plan costs next to nothing?--> one piece
+whole step --fits?--> one piece, nothing planned
     |
-as few rows as may fit --choose_micro_batches--> a number --profile of its rows, unless it was run--> the plan
-
-Each profile runs the step several times, so none is made that cannot change what is chosen.
+a half and a quarter of the rows --choose_micro_batches--> a number --profile of its rows--> the plan
 """
 
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from lightning_dpx.memory.plan.micro_batches import (
     choose_micro_batches,
     in_micro_batches,
     largest_rows,
-    least_number,
     sizes_of_parts,
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -204,7 +201,6 @@ class _NumberSearch:
         self._profiles = measured.profiles()
         self._candidates: list[Candidate] = []
         self._plans: dict[int, MemoryPlan | BudgetError] = {}  # by number; refusals as well
-        self._planned_as_run: set[int] = set()  # numbers whose plans are for micro-batches that were run
 
     def run(self) -> tuple[MemoryPlan, MicroBatchChoice]:
         """The plan, and what was considered.
@@ -212,10 +208,7 @@ class _NumberSearch:
         Raises:
             BudgetError: the budget cannot be met, whatever the number.
         """
-        if self._is_fast_in_one_piece():
-            self._most = 1
-        else:
-            self._measure_first()
+        self._measure_two_sizes()
         self._consider_all()
         # Every round ends here, adds a size that was run, or leaves fewer numbers; there are no more of either than
         # rows.
@@ -231,27 +224,20 @@ class _NumberSearch:
                 plan = _with_figures(choice.plan, self._measured.whole, chosen, choice.seconds, choice.least)
                 return plan, choice
             # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
-            self._most = min(self._most, self._measure(chosen.number))
-            self._consider_all()
+            possible = self._measure(chosen.number)
+            if possible < self._most:
+                self._most = possible
+                self._consider_all()
+            else:
+                self._replace_guess(chosen)
 
-    def _is_fast_in_one_piece(self) -> bool:
-        """Whether the step fits, or has a plan that costs so little that no cut is worth it."""
-        whole = self._measured.whole
-        if self._measured.rows == 1 or whole.peak <= self._budget:
-            return True
-        try:
-            plan = self._plan(candidate_of(self._profiles, 1, self._budget))
-        except BudgetError:
-            return False
-        # A cut step takes no less than one in one piece without a plan, up to what is the same for sure.
-        return (plan.recompute_share or 0.0) <= self._margin
-
-    def _measure_first(self) -> None:
-        """Runs the largest micro-batch that may fit without a plan; what lies between it and the whole is on lines."""
-        number = least_number(self._measured.whole, self._measured.rows, self._budget_of)
-        while number > 1 and self._measured.are_none:
-            self._most = min(self._most, self._measure(number))
-            number = min(number, self._most)
+    def _measure_two_sizes(self) -> None:
+        """Two sizes make the lines on which all others are. A step that fits needs none of this."""
+        if self._measured.rows == 1 or self._measured.whole.peak <= self._budget:
+            return
+        for number in (2, 4):
+            if number <= self._most:
+                self._most = min(self._most, self._measure(number))
 
     def _measure(self, number: int) -> int:
         """Runs a step of ``number`` micro-batches; returns how many are possible as far as that shows."""
@@ -262,10 +248,7 @@ class _NumberSearch:
     def _consider_all(self) -> None:
         """Begins anew with every number that may be best."""
         self._candidates = candidates_of(self._profiles, self._budget_of, self._most)
-        # Those of guesses were for other figures.
-        for number in list(self._plans):
-            if number > 1 and number not in self._planned_as_run:
-                del self._plans[number]
+        self._plans.clear()
 
     def _budget_of(self, number: int) -> int:
         return self._budget - self._beside.of(number)
@@ -300,12 +283,24 @@ class _NumberSearch:
                 self._plans[number] = self._plan_of(candidate.profile, budget)
             except BudgetError as error:
                 self._plans[number] = _in_all(error, candidate, self._beside)
-            if self._profiles.knows(candidate.rows):
-                self._planned_as_run.add(number)
         found = self._plans[number]
         if isinstance(found, BudgetError):
             raise found
         return found
+
+    def _replace_guess(self, guess: Candidate) -> None:
+        """Considers the number of ``guess`` by what it was measured to be."""
+        exact = candidate_of(self._profiles, guess.number, guess.budget)
+        for index, other in enumerate(self._candidates):
+            if other.number == guess.number:
+                self._candidates[index] = exact
+        # The first that needs no plan is the last of them, and this one was taken for it.
+        if exact.number == self._candidates[-1].number and not exact.fits:
+            for other in candidates_of(self._profiles, self._budget_of, self._most):
+                if other.number > exact.number:
+                    self._candidates.append(other)
+        # Its plan was for the guess.
+        del self._plans[guess.number]
 
 
 def _in_all(error: BudgetError, candidate: Candidate, beside: BesideActivations) -> BudgetError:

@@ -1,6 +1,6 @@
 """Into how many micro-batches a step is cut, and the plan that each of them follows: the fastest mix within a budget.
 
-    profiles of the step on all of its rows, and on as few as may fit
+    profiles of the step on all, a half and a quarter of its rows
         |  lines through two of them
     a candidate for every number of micro-batches: its largest one's profile, and the time of all
         |  planner x budget, the most promising first
@@ -147,37 +147,13 @@ class ProfilesByRows:
         # so it is no point of the line.
         known = list(self._parts)
         if len(known) == 1:
-            return self._beside_whole(known[0], rows)
+            return scaled(self._parts[known[0]], rows / known[0])
         # The two sizes on both sides of the one that is sought, or the two nearest to it.
         few = max((size for size in known[:-1] if size < rows), default=known[0])
         more = known[known.index(few) + 1]
         found = extrapolate(self._parts[few], self._parts[more], (few, more), rows)
         # A scale is that of a part of a step; a micro-batch is a step, and runs on just these rows.
         return replace(found, scale=1.0)
-
-    def _beside_whole(self, known: int, rows: int) -> Profile:
-        """A micro-batch of so many rows, by the only one that was run and by the whole step.
-
-        Events of the whole step are others, as it adds to no gradients: what joins the two are their peaks and times.
-        """
-        part = self._parts[known]
-        found = scaled(part, rows / known)
-        if known == self.rows:
-            return replace(found, scale=1.0)
-        share = (rows - known) / (self.rows - known)
-        peak = part.peak + (_peak_when_adding(self.whole) - part.peak) * share
-        seconds = part.step_seconds + (self.whole.step_seconds - part.step_seconds) * share
-        # What is there whatever the rows, such as weights that a library repacks, counts at every event.
-        more = round(peak) - found.peak
-        curve = tuple(max(0, size + more) for size in found.curve)
-        # Fewer rows take less time, and never less than in proportion, as measured times jitter.
-        both = sorted((part.step_seconds, part.step_seconds * rows / known))
-        return replace(found, curve=curve, step_seconds=min(max(seconds, both[0]), both[1]), scale=1.0)
-
-
-def _peak_when_adding(whole: Profile) -> int:
-    """Bytes of a step in one piece at the most, if its backward found gradients, as that of a micro-batch does."""
-    return max(whole.peak, *(whole.curve[event] + more for event, more in whole.adding), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,18 +209,6 @@ def numbers_worth_trying(rows: int, most: int | None = None) -> list[int]:
     # less to do beside the steps.
     sizes = sorted({largest_rows(rows, number) for number in range(1, limit + 1)}, reverse=True)
     return [largest_rows(rows, size) for size in sizes]
-
-
-def least_number(whole: Profile, rows: int, budget_of: Callable[[int], int]) -> int:
-    """The smallest number whose micro-batches may fit without a plan: all bytes are taken to be in proportion to rows.
-
-    What does not grow with the rows makes more of them necessary, and never fewer.
-    """
-    numbers = numbers_worth_trying(rows)
-    for number in numbers:
-        if whole.peak * largest_rows(rows, number) <= budget_of(number) * rows:
-            return number
-    return numbers[-1]
 
 
 def candidates_of(

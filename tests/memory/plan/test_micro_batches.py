@@ -161,54 +161,8 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
 
     room = int(4.5 / ROWS * WHOLE.peak)
     plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, room)
-    assert tried == [24, 4, 2, 3]
+    assert tried == [24, 12, 6, 4, 1, 3]
     assert (choice.candidate.rows, plan.micro_batches) == (3, 8)
-
-
-def measured(room: int, fixed: float = 0.0, **options: float) -> tuple[list[int], int]:
-    """The rows of the steps that are profiled for a choice, in order; and the number that is chosen."""
-    tried: list[int] = []
-
-    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
-        tried.append(rows)
-        return part(rows, fixed)
-
-    def plan_of(profile: Profile, limit: int | None) -> MemoryPlan:
-        return plan_profile(Chain(), profile, limit, "optimal")
-
-    _plan, choice = plan_in_micro_batches(ROWS, profile_of, plan_of, room, **options)
-    return tried, choice.candidate.number
-
-
-def test_two_steps_are_profiled_where_the_first_guess_fits() -> None:
-    assert measured(WHOLE.peak // 2) == ([24, 12], 2)
-    assert measured(WHOLE.peak // 4) == ([24, 6], 4)
-
-
-def test_no_part_is_profiled_of_a_step_that_fits() -> None:
-    assert measured(WHOLE.peak) == ([24], 1)
-
-
-def test_no_part_is_profiled_where_a_plan_costs_as_little_as_the_margin() -> None:
-    room = int(0.9 * WHOLE.peak)
-    plan = plan_profile(Chain(), WHOLE, room, "optimal")
-    assert plan.recompute_share
-    assert measured(room, margin=1.1 * plan.recompute_share) == ([24], 1)
-    assert measured(room, margin=0.9 * plan.recompute_share)[0] == [24, 12]
-
-
-def test_what_does_not_grow_with_the_rows_shows_in_one_part_beside_the_whole() -> None:
-    fixed = WHOLE.peak // 4
-
-    def with_fixed(rows: int) -> Profile:
-        found = part(rows, 30.0)
-        return replace(found, curve=tuple(size + fixed for size in found.curve), adding=())
-
-    known = ProfilesByRows(with_fixed(ROWS), ROWS, {6: with_fixed(6)})
-    for rows in (2, 3, 8, 12):
-        guess = known.of_part(rows)
-        assert guess.peak == pytest.approx(with_fixed(rows).peak, rel=1e-3)
-        assert guess.step_seconds == pytest.approx(with_fixed(rows).step_seconds)
 
 
 def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
