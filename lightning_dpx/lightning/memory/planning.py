@@ -445,7 +445,7 @@ class MemoryPlanning:
             BudgetError: a device cannot meet its budget; the plans of before stay.
         """
         # What the profiled steps, or a run before, have left in reference cycles is no reason to plan for less.
-        self.rooms.free_what_counts(replicas, slices)
+        gc.collect()
         decided = dict[torch.device, DeviceDecision]()
         for home, here in by_device(slices).items():
             before = self.devices.decided.get(home)
