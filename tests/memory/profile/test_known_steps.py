@@ -8,21 +8,20 @@ from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS, KnownSteps
 
 
-def profiled(width: int, rows: int = 64) -> tuple[Profile, nn.Module]:
+def profiled(width: int) -> tuple[Profile, nn.Module]:
     module = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
-    return profile_module(module, torch.ones(rows, 64)), module
+    return profile_module(module, torch.ones(64, 64)), module
 
 
 class Measures:
     """Counts what it measures."""
 
-    def __init__(self, step_seconds: float = 1.0) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.step_seconds = step_seconds
 
     def __call__(self) -> Bookkeeping:
         self.count += 1
-        return Bookkeeping(value=float(self.count), step_seconds=self.step_seconds)
+        return Bookkeeping(value=float(self.count))
 
 
 def test_an_equal_step_is_not_measured_again_and_another_one_is() -> None:
@@ -34,22 +33,6 @@ def test_an_equal_step_is_not_measured_again_and_another_one_is() -> None:
     other = nn.Sequential(*steps[0][1])
     other.__class__ = type("Other", (nn.Sequential,), {})
     assert known.measured_once(steps[0][0], other, measures).value == 3.0, "another class runs other Python"
-
-
-def test_a_step_on_a_few_times_fewer_rows_is_not_measured_again() -> None:
-    measures, known = Measures(), KnownSteps()
-    found = [known.measured_once(*profiled(64, rows), measures) for rows in (256, 128, 64)]
-    assert [one.value for one in found] == [1.0, 1.0, 1.0]
-    assert [one.step_seconds for one in found] == [1.0, 0.0, 0.0], "the time of the step is that of its rows"
-    known.measured_once(*profiled(64, 32), measures)
-    assert measures.count == 2, "small tensors stay in caches"
-
-
-def test_what_was_too_little_to_be_seen_is_looked_for_in_a_shorter_step() -> None:
-    measures, known = Measures(step_seconds=0.0), KnownSteps()
-    for rows in (256, 128):
-        known.measured_once(*profiled(64, rows), measures)
-    assert measures.count == 2
 
 
 def test_profiling_a_model_again_measures_no_planned_step() -> None:
