@@ -17,8 +17,6 @@ from lightning_dpx.replicas.copying.own_parameters import copied_values, like_pa
 from lightning_dpx.replicas.copying.shared_objects import Memo, is_shared, modules_without
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
-
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
