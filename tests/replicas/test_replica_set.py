@@ -6,6 +6,7 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice
+from tests.replicas.test_replicate import MakesParametersAnew
 
 CPU = torch.device("cpu")
 
@@ -37,16 +38,9 @@ def test_arguments_that_are_not_allowed_are_named_with_those_that_are() -> None:
     check_choice("execution", "auto", ["auto"])
 
 
-class DrawsInCopies(nn.Linear):
-    def __deepcopy__(self, memo: dict[int, object]) -> "DrawsInCopies":
-        copied = DrawsInCopies(self.in_features, self.out_features)
-        copied.load_state_dict(self.state_dict())
-        return copied
-
-
 def test_copies_draw_no_random_numbers_of_the_run() -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(DrawsInCopies(2, 2))
+    module = nn.Sequential(MakesParametersAnew(2, 2))  # its constructor draws
     state = torch.get_rng_state()
     ReplicaSet(module, [CPU] * 2).close()
     assert torch.equal(torch.get_rng_state(), state)

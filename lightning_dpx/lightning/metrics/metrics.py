@@ -41,20 +41,21 @@ AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
 MetricStates = list[tuple[Any, dict[str, Any]]]  # metrics, each with what it holds
 
 
-def _modes() -> CallerContext:
-    # Hooks on what autograd saves, as those of a plan, are for the step's own operators.
-    return replace(CallerContext.capture(), saved_tensor_hooks=None)
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One replica's call of a method, and the modes in which it was made."""
+    """One replica's call of a method."""
 
     metric: Any
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    context: CallerContext = field(default_factory=_modes)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeferredCall(_Call):
+    """A call that waits for the end of the step, and the modes in which it was made."""
+
+    context: CallerContext
 
 
 class _Routed:
@@ -90,7 +91,7 @@ class _Step:
 
     slices: Sequence[BatchSlice]
     counts: list[dict[tuple[int, str], int]]
-    pending: list[dict[tuple[int, str, int], _Call]]
+    pending: list[dict[tuple[int, str, int], _DeferredCall]]
     values: dict[int, Tensor] = field(default_factory=dict)
     before: "MetricStates | None" = None
 
@@ -256,7 +257,9 @@ class ReplicaMetrics:
             return self._call_at_once(call, number, rank, step)
         # The step may go on to change in place what it gave away.
         args, kwargs = tree_map_only(Tensor, _copied, (call.args, call.kwargs))
-        step.pending[rank.rank][*key, number] = _Call(call.metric, call.method, args, kwargs, call.context)
+        # Hooks on what autograd saves, as those of a plan, are for the step's own operators.
+        context = replace(CallerContext.capture(), saved_tensor_hooks=None)
+        step.pending[rank.rank][*key, number] = _DeferredCall(call.metric, call.method, args, kwargs, context)
         if is_of_slice:
             device = step.slices[rank.rank].replica.device
             return self._of_slices.value(call.metric, device, call.args, call.kwargs)
@@ -291,7 +294,7 @@ class ReplicaMetrics:
             with first.context.entered():
                 self._call_joined(calls, key[2], step)
 
-    def _call_joined(self, calls: dict[int, _Call], number: int, step: _Step) -> None:
+    def _call_joined(self, calls: Mapping[int, _Call], number: int, step: _Step) -> None:
         """The ``number``-th call of a method in a step, once for all replicas."""
         first = next(iter(calls.values()))
         try:
@@ -333,7 +336,7 @@ class ReplicaMetrics:
 
     # ---- arguments ----
 
-    def _joined(self, calls: dict[int, _Call], number: int, step: _Step) -> Arguments:
+    def _joined(self, calls: Mapping[int, _Call], number: int, step: _Step) -> Arguments:
         one = next(iter(calls.values()))
         arguments = {rank: self._at_home(call, step.slices[rank]) for rank, call in calls.items()}
         return self._join(one, number, arguments, step)
