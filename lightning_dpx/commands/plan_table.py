@@ -52,11 +52,12 @@ def rows_of_table(found: DryRun) -> list[list[str]]:
         sizes = [one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs]
         if _communicates(found):
             sizes.append(one.communication)
-        sizes.append(one.unplanned)
+        sizes.append(one.unplanned_activations)
+        planned = one.planned_activations
         rows.append(
             [
                 *(one.device, str(one.rows), *(f"{size / unit:.1f}" for size in sizes)),
-                f"{one.plan.peak / unit:.1f}" if one.plan is not None and one.plan.peak is not None else "-",
+                f"{planned / unit:.1f}" if planned is not None else "-",
                 f"{one.peak / unit:.1f}",
                 f"{one.budget / unit:.1f}" if one.budget else "-",
                 f"{share:.1%}" if share is not None else "-",

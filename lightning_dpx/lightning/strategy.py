@@ -224,7 +224,7 @@ class DPXStrategy(HookedStrategy):
 
     def planned_activations(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations that the memory plan predicts on ``device`` at their peak, and its budget for all."""
-        return self.planning.forecast(device)
+        return self.planning.activations(device)
 
     def check_replicas(self) -> None:
         """Compares the parameters of all replicas with those of your module, to the bit.

@@ -81,6 +81,7 @@ class TrainingFlow:
             # The replicas were given up just now, and the strategy has the session of one device.
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         self._follow_optimization()
+        session.memory.begin_step()
         args = session.memory.rewindable(args)
         slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         # Micro-batches are other slices than those that were rehearsed, so they are

@@ -421,7 +421,7 @@ class _SizeForecasts:
         self._part = part
         self._inputs = inputs
         self._plan = partial(plan_step, module, settings)
-        self._beside = beside_micro_batches(trainer, module)
+        self._beside = beside_micro_batches(trainer, module, settings)
         self._lasting = lasting_bytes(trainer, module, settings)
         self._workload = parse_workload(settings.workload, len(settings.devices))
         self.slowdown = Slowdown()

@@ -25,6 +25,7 @@ class DeviceDecision:
         worst: For each device, which of the steps leaves least room there.
         limits: For each device, the bytes that everything on it may take.
         held: For each device, the bytes of that which are no activations.
+        counted: For each device, bytes of gradients that are counted among activations, as they come within a step.
     """
 
     devices: tuple[torch.device, ...]
@@ -33,6 +34,7 @@ class DeviceDecision:
     worst: tuple[int, ...]
     limits: tuple[int, ...]
     held: tuple[int, ...]
+    counted: tuple[int, ...]
 
     def worst_step(self, index: int) -> SeenStep:
         """The step that leaves least room on the device at ``index``."""
@@ -46,6 +48,7 @@ class DevicePlans:
         plans: By device, what is followed.
         profiles: By device, the step that leaves least room there, of those that the plan was made for.
         limits: By device, the bytes that everything there may take, and the number of replicas that share it.
+        counted: By device, bytes of gradients in the peak of its plan.
         decided: By a replica's device, what was decided there.
     """
 
@@ -53,6 +56,7 @@ class DevicePlans:
         self.plans: dict[torch.device, MemoryPlan] = {}
         self.profiles: dict[torch.device, Profile] = {}
         self.limits: dict[torch.device, tuple[int, int]] = {}
+        self.counted: dict[torch.device, int] = {}
         self.decided: dict[torch.device, DeviceDecision] = {}
 
     def __bool__(self) -> bool:
@@ -71,6 +75,7 @@ class DevicePlans:
         for one in decided.values():
             for index, device in enumerate(one.devices):
                 self.limits[device] = (one.limits[index], one.worst_step(index).sharing[index])
+                self.counted[device] = one.counted[index]
         self._list_plans()
 
     def forget_decisions(self) -> None:
@@ -107,12 +112,20 @@ class DevicePlans:
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())
 
     def forecast(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
+        """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without.
+
+        With the gradients that are counted among them.
+        """
         plan = self.plans.get(device)
         if plan is None:
             return 0, 0
         limit, sharing = self.limits.get(device, (0, 1))
         return (plan.peak or 0) * sharing, limit
+
+    def activations(self, device: torch.device) -> tuple[int, int]:
+        """The same beside all gradients, whether they are there at that time or not."""
+        peak, limit = self.forecast(device)
+        return max(0, peak - self.counted.get(device, 0)), limit
 
     def advice(self, planner: Planner, *, is_repeated: bool = False) -> str:
         """Advice, in sentences, for a run that is out of memory.

@@ -5,6 +5,7 @@ budget that has no room for one row of it has none for a batch, and the fit need
 """
 
 import gc
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from lightning_dpx.replicas import Replica, ReplicaSet, batch_size, slice_batch
 from lightning_dpx.replicas.error_notes import trial_noted
 
 
-def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> list[Profile]:
+def profile_example(
+    replicas: ReplicaSet, replica: Replica, precision: Any, *, counts_gradients: bool = False
+) -> list[Profile]:
     """Profiles forward and backward of a shadow on one row, for each device of ``replica``.
 
     In evaluation mode, as batch normalization refuses to train on one row: a step keeps this much and more.
@@ -29,6 +32,7 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
         replicas: The replicas.
         replica: One of them.
         precision: The precision plugin, in whose context forward runs.
+        counts_gradients: As :func:`profile_step` takes it.
 
     Returns:
         Nothing where there is no example, or where no single row of it can be tried.
@@ -40,7 +44,8 @@ def profile_example(replicas: ReplicaSet, replica: Replica, precision: Any) -> l
         with preserve_rng_state(replicas.devices, [module]):
             # Inside, as the user's hook may draw numbers, too.
             row = _first_row(before_batch_transfer(module, module.example_input_array), replicas)
-            return [_profile(replicas, replica, row, precision, device) for device in devices_of(replica)]
+            profiled = partial(_profile, replicas, replica, row, precision, counts_gradients=counts_gradients)
+            return list(map(profiled, devices_of(replica)))
     # An example is a help and no condition: what cannot be tried is left to the first batch.
     except (PlanError, ReplicationError, SliceError, torch.OutOfMemoryError) as error:
         rank_zero_info(f"dpx: example_input_array tells nothing about memory before the first batch: {error}")
@@ -58,7 +63,9 @@ def _first_row(example: Any, replicas: ReplicaSet) -> Any:
     return slice_batch(example, [1, num_rows - 1], replicas.slicer.batch_dim)[0]
 
 
-def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, device: torch.device) -> Profile:
+def _profile(
+    replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, device: torch.device, *, counts_gradients: bool
+) -> Profile:
     shadow: Any = replicas.make_shadow_module(replica)
     set_trainer(shadow, trainer_of(replicas.root.module))  # LightningModule drops it from its copies
     example = transfer_batch(shadow, row, replica.device)
@@ -66,4 +73,10 @@ def _profile(replicas: ReplicaSet, replica: Replica, row: Any, precision: Any, d
     shadow.example_input_array = example
     run = run_on_example(shadow, example, replica.device)
     with trial_noted(replica.index, replica.device, "setup", "of example_input_array, to see whether it fits"):
-        return profile_step(shadow, lambda: sum_of(run()), device, context=precision.forward_context)
+        return profile_step(
+            shadow,
+            lambda: sum_of(run()),
+            device,
+            context=precision.forward_context,
+            counts_gradients=counts_gradients,
+        )

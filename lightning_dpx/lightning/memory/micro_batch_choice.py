@@ -74,6 +74,8 @@ class MicroBatchChooser:
         planner: Any,
         beside_of: BesideOf,
         explain: Callable[[BudgetError, torch.device, int | None], None],
+        *,
+        counts_gradients: bool = False,
     ) -> list[int]:
         """Micro-batches of every device, 1 where its slice had better stay in one piece.
 
@@ -84,6 +86,7 @@ class MicroBatchChooser:
             planner: Who plans.
             beside_of: What micro-batches need beside their activations, and a step in one piece does not.
             explain: Adds to a refusal what else the device holds, and what activations need in one piece.
+            counts_gradients: As :func:`profile_slice` takes it, of the step in one piece.
 
         Raises:
             BudgetError: a budget cannot be met, whatever the number.
@@ -103,7 +106,9 @@ class MicroBatchChooser:
             for home, batch_slice in largest.items():
                 room = room_of(home)
                 try:
-                    self.choices[home] = self._choice(batch_slice, run, room, planner, beside_of(home))
+                    self.choices[home] = self._choice(
+                        batch_slice, run, room, planner, beside_of(home), counts_gradients=counts_gradients
+                    )
                 except BudgetError as error:
                     explain(error, home, self._least_in_one_piece(batch_slice.num_rows, room, planner))
                     raise
@@ -144,7 +149,14 @@ class MicroBatchChooser:
         return ""
 
     def _choice(
-        self, batch_slice: BatchSlice, run: Step, room: int, planner: Any, beside: BesideActivations
+        self,
+        batch_slice: BatchSlice,
+        run: Step,
+        room: int,
+        planner: Any,
+        beside: BesideActivations,
+        *,
+        counts_gradients: bool,
     ) -> MicroBatchChoice:
         session = self.session
         replicas = session.replicas
@@ -166,7 +178,16 @@ class MicroBatchChooser:
                 announce_profile(count, device)
                 try:
                     parts = -(-rows // count)
-                    return [[profile_slice(replicas, part, run, device, accumulates=accumulates, parts=parts)]]
+                    profile = profile_slice(
+                        replicas,
+                        part,
+                        run,
+                        device,
+                        accumulates=accumulates,
+                        counts_gradients=counts_gradients,
+                        parts=parts,
+                    )
+                    return [[profile]]
                 # These keep their type, by which callers tell them apart.
                 except (DPXError, torch.OutOfMemoryError):
                     raise
@@ -179,7 +200,7 @@ class MicroBatchChooser:
 
             key = ""
             if cache.is_on:
-                others = (device,), count, [count], (), accumulates
+                others = (device,), count, [count], (), accumulates, counts_gradients and not accumulates
                 key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
             # No other process is asked: with several of them nothing is chosen.
             profile = cache.profiles([key], profiled, bool, devices=[[device]])[0][0]

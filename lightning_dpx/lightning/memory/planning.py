@@ -288,6 +288,7 @@ class MemoryPlanning:
             self.cache,
             tried={},
             accumulates=held.accumulates,
+            counts_gradients=held.frees_gradients,
             together=False,
             anew=False,
             by_forward=True,
@@ -322,6 +323,7 @@ class MemoryPlanning:
             self.cache,
             tried=self.micro_batches.tried,
             accumulates=held.accumulates,
+            counts_gradients=held.frees_gradients,
             together=self.rooms.is_given,
             anew=anew,
         )
@@ -462,7 +464,8 @@ class MemoryPlanning:
         self.rooms.trained.are_planned_for()
         for one in decided.values():
             for device in one.devices:
-                self._peaks.passing[device] = static.coming_gradients(device) + static.passing(device)
+                apart = static.coming_gradients(device) - static.counted_gradients(device)
+                self._peaks.passing[device] = apart + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
         self._other_steps.plan_for(self.devices.steps())
@@ -523,7 +526,8 @@ class MemoryPlanning:
             # and no memory for backward.
             again = profile.forward_seconds / profile.step_seconds
         plans = self._in_micro_batches(shared.plans, replicas, largest, again)
-        return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held))
+        counted = tuple(map(static.counted_gradients, devices))
+        return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held), counted)
 
     def _in_micro_batches(
         self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
@@ -577,6 +581,10 @@ class MemoryPlanning:
     def forecast(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
         return self.devices.forecast(device)
+
+    def activations(self, device: torch.device) -> tuple[int, int]:
+        """The same beside all gradients of the device."""
+        return self.devices.activations(device)
 
     def end_plan(self) -> None:
         """Ends the measurement of the current plan, and warns of any excess not reported yet."""

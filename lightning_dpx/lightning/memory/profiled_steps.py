@@ -56,6 +56,7 @@ def profiled_steps(
     tried: TriedSteps,
     *,
     accumulates: bool,
+    counts_gradients: bool,
     together: bool,
     anew: bool,
     by_forward: bool = False,
@@ -69,6 +70,7 @@ def profiled_steps(
         cache: Where profiles of an earlier run may be.
         tried: Steps of this batch that were profiled already, with no parts shifted.
         accumulates: Whether gradients are added to those of earlier batches.
+        counts_gradients: As :func:`profile_slice` takes it, and as the ``tried`` steps were profiled.
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
         by_forward: As :func:`profile_slice` takes it; what is found is not kept for other runs, whose steps may run
@@ -80,12 +82,19 @@ def profiled_steps(
     def profiled() -> list[list[Profile]]:
         # Where micro-batches were chosen, the same steps were profiled moments ago.
         known: _Known = {(): {rows: [one] for (rows, adds), one in tried.items() if adds == accumulates}}
-        profile = partial(profile_slice, replicas, run=run, accumulates=accumulates, by_forward=by_forward)
+        profile = partial(
+            profile_slice,
+            replicas,
+            run=run,
+            accumulates=accumulates,
+            counts_gradients=counts_gradients,
+            by_forward=by_forward,
+        )
         return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
 
     trainer = trainer_of(replicas.root.module)
     is_kept = cache.is_on and not by_forward
-    keys = _keys(trainer, list(largest.values()), accumulates) if is_kept else []
+    keys = _keys(trainer, list(largest.values()), accumulates, counts_gradients) if is_kept else []
     # An empty key finds nothing and keeps nothing, and there must be as many keys as steps.
     found = cache.profiles(
         keys or [""] * len(largest),
@@ -101,7 +110,7 @@ def profiled_steps(
     return seen
 
 
-def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], accumulates: bool) -> list[str]:
+def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], *ways: bool) -> list[str]:
     """The cache key of each step; where more than two differ, some lie on a line through others."""
     rows = [batch_slice.num_rows for batch_slice in slices]
     found = list[str]()
@@ -111,7 +120,7 @@ def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], accumulates: bo
         shifted = () if shift is None else tuple(shift.chosen)
         # The rows of the other slices as well: they decide which profiles are
         # measured and which lie on a line.
-        others = devices_of(batch_slice.replica), batch_slice.num_rows, rows, shifted, accumulates
+        others = devices_of(batch_slice.replica), batch_slice.num_rows, rows, shifted, *ways
         found.append(key_of_run_step(trainer, module, batch_slice.batch, batch_slice.replica.device, *others))
     return found
 

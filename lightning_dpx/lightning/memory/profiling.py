@@ -109,6 +109,7 @@ def profile_slice(
     device: torch.device | None = None,
     *,
     accumulates: bool = False,
+    counts_gradients: bool = False,
     parts: int = 1,
     by_forward: bool = False,
 ) -> Profile:
@@ -120,6 +121,7 @@ def profile_slice(
         run: ``run(module, rows, num_rows)``: the training step of a replica's shadow module.
         device: The device whose memory is looked at; the replica's own unless given.
         accumulates: Whether gradients are added to those of earlier batches.
+        counts_gradients: As :func:`profile_step` takes it; not where gradients are added.
         parts: Of so many such slices a replica's rows will consist.
         by_forward: Whether a step by hand that runs no backward is profiled as a forward.
 
@@ -134,6 +136,7 @@ def profile_slice(
         run=run,
         device=device or batch_slice.replica.device,
         accumulates=accumulates,
+        counts_gradients=counts_gradients and not accumulates,
         parts=parts,
         by_forward=by_forward,
     )
@@ -150,6 +153,7 @@ class _SliceProfiler:
     run: Step
     device: torch.device
     accumulates: bool
+    counts_gradients: bool
     parts: int
     by_forward: bool
 
@@ -178,6 +182,7 @@ class _SliceProfiler:
                 self.device,
                 costs=_costs_of(self.device, rows, self.batch_slice.num_rows),
                 accumulates=self.accumulates,
+                counts_gradients=self.counts_gradients,
             )
         runs_none = profile.peak and not profile.requests and not backwards.have_run
         if runs_none and not shadow.automatic_optimization and not self.by_forward:
@@ -266,7 +271,13 @@ class _Backwards:
 
 
 def profile_absent_slice(
-    replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, target: torch.device, *, accumulates: bool = False
+    replicas: ReplicaSet,
+    batch_slice: BatchSlice,
+    run: Step,
+    target: torch.device,
+    *,
+    accumulates: bool = False,
+    counts_gradients: bool = False,
 ) -> Profile:
     """A step on ``batch_slice`` as it would be on ``target``, run by a shadow on the host; see :func:`profile_absent`.
 
@@ -283,6 +294,7 @@ def profile_absent_slice(
             here=torch.device("cpu"),
             few=partial(_rows_and_cut, replicas, batch_slice),
             accumulates=accumulates,
+            counts_gradients=counts_gradients and not accumulates,
         )
 
 

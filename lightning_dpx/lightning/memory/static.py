@@ -30,6 +30,8 @@ class StaticMemory:
         moves_in_backward: Whether that is while activations are still there.
         accumulates: Whether gradients are added to those of earlier batches, as activations a second time until then.
         keeps_earlier: Whether gradients of earlier batches lie aside while micro-batches add up their own.
+        frees_gradients: Whether those of the step before are freed before the forward; then the new ones are counted
+            where they come, among the activations.
         callbacks: Of the run, which may hold tensors and modules, such as the averaged one.
     """
 
@@ -41,11 +43,17 @@ class StaticMemory:
     moves_in_backward: bool = False
     accumulates: bool = False
     keeps_earlier: bool = False
+    frees_gradients: bool = False
     callbacks: Sequence[Any] = ()
 
     def beside_activations(self, device: torch.device) -> int:
         """Bytes on ``device`` while a step has activations there."""
-        return self.between_steps(device) + self.passing(device) + self.shown.get(device, 0)
+        held = self.between_steps(device) + self.passing(device) + self.shown.get(device, 0)
+        return held - self.counted_gradients(device)
+
+    def counted_gradients(self, device: torch.device) -> int:
+        """Bytes of gradients that come within a step, and are counted with its activations."""
+        return self.coming_gradients(device) if self.frees_gradients else 0
 
     def passing(self, device: torch.device) -> int:
         """Bytes that come and go within a step.

@@ -20,6 +20,7 @@ from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
+from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
@@ -69,6 +70,9 @@ class NoStepMemory:
 
     is_on = False
     repeats_steps = False
+
+    def begin_step(self) -> None:
+        """A training step begins."""
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The step's arguments, as they may be given to several runs of it."""
@@ -144,6 +148,11 @@ class StepMemory(NoStepMemory):
         self._has_told_of_update = False
         self._micro_batches = MicroBatchChooser(session)
         self._evaluation = EvaluationCuts(session, planning)
+        self._freed_gradients = FreedGradients(session)
+
+    def begin_step(self) -> None:
+        """Frees gradients that nothing needs, so that the room for a plan is looked at without them."""
+        self._freed_gradients.free()
 
     def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
@@ -179,6 +188,7 @@ class StepMemory(NoStepMemory):
                 self._planning.planner,
                 partial(self._beside, slices, static),
                 partial(self._planning.rooms.explain_micro_batches, replicas, slices, static),
+                counts_gradients=static.frees_gradients,
             )
         present = replicas.partition.numbers(training=True)
         numbers = list(map(max, numbers, present))
@@ -202,6 +212,10 @@ class StepMemory(NoStepMemory):
         here = by_device(slices)[device]
         buffers = sum(buffer.nbytes for buffer in here[0].replica.buffers)
         alone = self._session.training.runs_alone(slices)
+        # Those of the first micro-batch are there beside the activations of the others.
+        if static.frees_gradients:
+            gradients = static.coming_gradients(device)
+            return BesideActivations(gradients=gradients, buffers=buffers, keeps_buffers=alone)
         if not self._keeps_earlier_gradients:
             return BesideActivations(buffers=buffers, keeps_buffers=alone)
         # Slices are not cut yet, so what is counted now says nothing of the
@@ -452,7 +466,8 @@ class StepMemory(NoStepMemory):
         def profiles_of(replica: Replica) -> Any:
             if example is not None:
                 return []
-            return profile_example(replicas, replica, precision)
+            counts = self._freed_gradients.are_freed
+            return profile_example(replicas, replica, precision, counts_gradients=counts)
 
         self._planning.check_feasible(replicas, self._static_memory, profiles_of)
         if example is None:
@@ -495,6 +510,7 @@ class StepMemory(NoStepMemory):
             moves_in_backward=session.step.sums.overlapped is not None,
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
             keeps_earlier=replicas.cuts_slices and self._keeps_earlier_gradients,
+            frees_gradients=self._freed_gradients.are_freed,
             callbacks=session.trainer.callbacks,  # type: ignore[attr-defined]
         )
 

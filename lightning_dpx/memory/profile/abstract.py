@@ -4,6 +4,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ def profile_absent(
     here: torch.device,
     few: Callable[[], tuple[int, Cut]],
     accumulates: bool = False,
+    counts_gradients: bool = False,
 ) -> Profile:
     """A step of ``module`` on ``batch`` as it would be on ``target``; with times from rates, see roofline.py.
 
@@ -54,6 +56,7 @@ def profile_absent(
         here: Where the fakes are: on ``target``, or the host.
         few: Asked if fakes cannot: the number of rows of ``batch``, and what gives its first rows, as many as wanted.
         accumulates: As :func:`profile_step` takes it.
+        counts_gradients: As :func:`profile_step` takes it.
 
     Raises:
         PlanError: the step leads to no backward; or fakes cannot run it, and there are no numbers to run it on.
@@ -68,6 +71,7 @@ def profile_absent(
                 context=costs.as_on_target,
                 costs=costs,
                 accumulates=accumulates,
+                counts_gradients=counts_gradients,
             )
 
     def on_rows(why: str) -> Profile:
@@ -78,7 +82,8 @@ def profile_absent(
             "batch, and what it takes is scaled to all of its rows.",
             stacklevel=6,
         )
-        return _on_few_rows(module, target, step, rows, cut, accumulates)
+        watch = partial(profile_step, accumulates=accumulates, counts_gradients=counts_gradients)
+        return _on_few_rows(module, target, step, rows, cut, watch)
 
     return on_fakes_or_rows(on_fakes, on_rows, module, batch)
 
@@ -138,14 +143,19 @@ def reason_of(error: Exception) -> str:
 
 
 def _on_few_rows(
-    module: nn.Module, target: torch.device, step: Callable[[Any], Run], rows: int, cut: Cut, accumulates: bool
+    module: nn.Module,
+    target: torch.device,
+    step: Callable[[Any], Run],
+    rows: int,
+    cut: Cut,
+    watch: Callable[..., Profile],
 ) -> Profile:
     def on(count: int) -> Profile:
         given = cut(count)
         here = device_of_step(module, given)
         # Values have the names that they have in a step on all rows.
         costs = RooflineCosts(here, target, part=None if count == rows else (count, rows))
-        return profile_step(module, step(given), here, context=costs.as_on_target, costs=costs, accumulates=accumulates)
+        return watch(module, step(given), here, context=costs.as_on_target, costs=costs)
 
     # What the numbers rest on goes into the plan, and is shown with it.
     rule = f"for {target}: times by FLOPs and bytes"

@@ -69,6 +69,7 @@ def profile_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     costs: CostModel | None = None,
     accumulates: bool = False,
+    counts_gradients: bool = False,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
 
@@ -82,6 +83,8 @@ def profile_step(
         costs: What watches the step; one that measures on ``device`` unless given.
         accumulates: Whether every parameter that is trained has a gradient already, to which backward adds another
             that is there at the same time. Unless given, those have that have one now.
+        counts_gradients: Whether new gradients of parameters count as activations do, from when backward makes them to
+            the end of the step; those of trained parameters that it makes none for count all the time.
 
     Raises:
         PlanError: the step leads to no backward.
@@ -97,6 +100,7 @@ def profile_step(
         context=autocast.entered_by(context),
         costs=costs or CostModel(device),
         accumulates=accumulates,
+        counts_gradients=counts_gradients,
     )
     # The garbage collector would search all that is watched, again and again, for a third of the time.
     with COLLECTOR.resting(), autocast.suspended():
@@ -117,6 +121,7 @@ class _Step:
     context: Callable[[], AbstractContextManager[Any]]
     costs: CostModel
     accumulates: bool
+    counts_gradients: bool
 
     @property
     def forward(self) -> "FreshForward":
@@ -326,6 +331,26 @@ class _Gradients:
             if num_bytes > without:
                 yield event, num_bytes - without
 
+    def counted(self, end: int, device: torch.device) -> tuple[int, ...]:
+        """The curve of the step up to the event ``end``, with the new gradients in it from when they come."""
+        # Those that parameters have by now: a hook may have put others in their places. What became of earlier ones
+        # the trace knows by itself.
+        lasting: dict[int, int] = {}
+        absent = 0
+        for parameter in self._parameters:
+            if not parameter.requires_grad or id(parameter) in self._found:
+                continue
+            gradient = parameter.grad
+            allocation = None
+            if gradient is not None and gradient.layout is torch.strided:
+                allocation = self._trace.allocation_of(gradient.untyped_storage())
+            if allocation is not None:
+                lasting[id(allocation)] = end
+            elif parameter.device == device:
+                # Other steps may make one, and nothing tells when.
+                absent += parameter.nbytes
+        return tuple(num_bytes + absent for num_bytes in self._trace.passing(gone=lasting)[:end])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Course:
@@ -370,6 +395,9 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
     calls, holds = ((), ()) if course.asks_itself or saves else hooks.calls_of(end)
     codes = () if course.asks_itself or saves else hooks.calls.compiled()
     curve = tuple(trace.passing(gradients.allocations)[:end])
+    adding = () if step.counts_gradients else tuple(gradients.adding(curve))
+    if step.counts_gradients:
+        curve = gradients.counted(end, costs.device)
     last_use = partial(lifetimes.last_use, num_operators=course.forward_operators)
     return Profile(
         values=tuple(hooks.found.values),
@@ -387,7 +415,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         calls=calls,
         holds=holds,
         codes=codes,
-        adding=tuple(gradients.adding(curve)),
+        adding=adding,
         called=tuple(sorted(counts.found.pop())),
     )
 

@@ -10,9 +10,8 @@ from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
-from lightning_dpx.lightning.memory.profiling import (
-    keeps_earlier_gradients,
-)
+from lightning_dpx.lightning.memory.freed_gradients import may_free_gradients
+from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients
 from lightning_dpx.memory import BesideActivations, MemoryPlan
 from lightning_dpx.reducers import make_reducer
 
@@ -35,6 +34,8 @@ class DeviceForecast:
         smallest: The least that the device can do with in all; 0 if it was not asked for.
         communication: What processes need to share parameters and gradients: buckets of DDP, and with FSDP2 what is
             there at the peak beside activations, such as whole parameters.
+        counted: Of the gradients, bytes that come within the step and are in ``unplanned`` and in the peak of the plan
+            as well: they are not there when activations are at their peak.
     """
 
     device: str
@@ -49,12 +50,25 @@ class DeviceForecast:
     budget: int
     smallest: int = 0
     communication: int = 0
+    counted: int = 0
 
     @property
     def static(self) -> int:
-        """Everything but activations."""
+        """Everything but activations, and but the gradients that are counted with them."""
         held = self.parameters + self.gradients + self.optimizer + self.buffers
-        return held + self.inputs + self.communication
+        return held + self.inputs + self.communication - self.counted
+
+    @property
+    def unplanned_activations(self) -> int:
+        """What activations take beside all gradients, if all are kept."""
+        return self.unplanned - self.counted
+
+    @property
+    def planned_activations(self) -> int | None:
+        """The same with the plan; ``None`` where that is not known."""
+        if self.plan is None or self.plan.peak is None:
+            return None
+        return self.plan.peak - self.counted
 
     @property
     def peak(self) -> int:
@@ -78,7 +92,8 @@ def forecast_device(
     device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, settings: Settings
 ) -> DeviceForecast:
     budget = settings.budget
-    held = sum(static.values())
+    counted = static["counted"]
+    held = sum(size for kind, size in static.items() if kind != "counted") - counted
     allowed = budget[device] if isinstance(budget, Mapping) else budget
     # Of the step in one piece, with which the user compares what micro-batches or a plan save.
     unplanned = planner.whole.peak
@@ -95,20 +110,31 @@ def forecast_device(
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
     # Known only now: a step that stays in one piece keeps no earlier gradients aside, and has its buffers once.
     if plan is not None and plan.micro_batches > 1:
-        common["gradients"] = static["gradients"] + planner.beside.gradients
+        common["gradients"] = static["gradients"] + planner.beside.gradients - counted
+        common["counted"] = 0  # those of the first micro-batch are there all through the others
+        common["unplanned"] = unplanned - counted
         common["buffers"] = static["buffers"] + plan.micro_batches * planner.beside.buffers
     return DeviceForecast(**common, plan=plan)  # type: ignore[arg-type]
 
 
+def counts_gradients(trainer: Trainer, module: LightningModule, settings: Settings) -> bool:
+    """Whether a run frees the gradients of every step before the next one, so that they are counted where they come."""
+    # Without a budget nothing is done about memory, and several devices sum gradients in memory that stays.
+    if settings.budget is None or len(settings.devices) > 1 or settings.keeps_buckets:
+        return False
+    return may_free_gradients(trainer, module)
+
+
 def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
-    """Per replica, the bytes that are there all the time."""
+    """Per replica, the bytes that are there all the time, and those of gradients that are not."""
     parameters = list(module.parameters())
     owners = owners_of(parameters, settings)
     several = len(set(settings.devices)) > 1
     # Optimizers make their states in the first update, which a dry run never gets to.
     states = most_states_of(trainer.optimizers)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
-    all_gradients = sum(size for size, _ in trained)
+    all_gradients = _bytes_of_gradients(module)
+    counted = all_gradients if counts_gradients(trainer, module, settings) else 0
     found = []
     for index in range(len(settings.devices)):
         owned = sum(size for size, owner in trained if owner == index)
@@ -121,6 +147,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
                 "optimizer": states * owned,
                 "buffers": sum(buffer.nbytes for buffer in module.buffers()),
                 "communication": all_gradients if settings.keeps_buckets else 0,
+                "counted": counted,
             }
         )
     return found
@@ -132,10 +159,16 @@ def owners_of(parameters: Sequence[torch.nn.Parameter], settings: Settings) -> l
     return make_reducer(here, settings.devices).owners([parameter.numel() for parameter in parameters])
 
 
-def beside_micro_batches(trainer: Trainer, module: LightningModule) -> BesideActivations:
-    """Earlier batches' gradients, aside while micro-batches add up their own, and the buffers of each."""
+def beside_micro_batches(trainer: Trainer, module: LightningModule, settings: Settings) -> BesideActivations:
+    """Earlier batches' gradients, aside while micro-batches add up their own, and the buffers of each.
+
+    Where a step in one piece counts its gradients as they come, those of earlier micro-batches are what is beside.
+    """
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    if not keeps_earlier_gradients(trainer, module):
+    if not counts_gradients(trainer, module, settings) and not keeps_earlier_gradients(trainer, module):
         return BesideActivations(buffers=buffers)
-    gradients = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-    return BesideActivations(gradients=gradients, buffers=buffers)
+    return BesideActivations(gradients=_bytes_of_gradients(module), buffers=buffers)
+
+
+def _bytes_of_gradients(module: LightningModule) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)

@@ -3,8 +3,8 @@
 A step of one replica is watched on the CPU, on as many rows as each device would get: on fake tensors, which take no
 memory, or on a part of the rows where fakes cannot run it; only a step for the host itself is run and measured. Bytes
 of tensors are the same on every device, operators that keep other things on a GPU are replaced, and what a device's
-libraries take inside of operators is known by rule. Gradients count all through the step, as they do when they
-accumulate.
+libraries take inside of operators is known by rule. Gradients count all through the step where several
+devices sum them, batches accumulate them or anything looks at those of the step before, and else from when they come.
 """
 
 from collections.abc import Callable, Sequence
@@ -146,7 +146,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     followed = []
     planners = []
     held = lasting_bytes(trainer, module, settings)
-    beside = beside_micro_batches(trainer, module)
+    beside = beside_micro_batches(trainer, module, settings)
     for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
         if size:
             progress(f"planning {device}")

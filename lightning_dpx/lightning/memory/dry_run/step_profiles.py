@@ -12,10 +12,10 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
 from lightning_dpx.lightning.logging import StepLog
+from lightning_dpx.lightning.memory.dry_run.device_forecast import counts_gradients
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
 from lightning_dpx.lightning.memory.planning_cache import is_short_of_rows, key_of_run_step
 from lightning_dpx.lightning.memory.profiling import (
-    Step,
     keeps_gradients,
     profile_absent_slice,
     profile_slice,
@@ -69,6 +69,7 @@ class StepProfiles:
         self._num_rows = num_rows
         self._settings = settings
         self._progress = progress
+        self._counts_gradients = counts_gradients(trainer, trainer.lightning_module, settings)
 
     def on_batch(self, batch: Any, num_rows: int) -> "StepProfiles":
         """Those of the same step on another batch.
@@ -128,26 +129,27 @@ class StepProfiles:
         batch_slice = self._slice(rows)
         # One profile serves all devices, so the first that is no host stands for the others.
         accelerator = next((str(device) for device in settings.devices if not is_host(device)), "")
+        counts = self._counts_gradients and not accumulates
         key = ""
         # To make a key takes a look at the whole module, which an unused cache is not worth.
         if settings.cache.is_on:
-            known = rows, self._num_rows, accelerator, accumulates
+            known = rows, self._num_rows, accelerator, accumulates, counts
             key = key_of_run_step(trainer, module, batch_slice.batch, torch.device("cpu"), *known)
         run = _runner(trainer, module)
-        make = partial(_profile, self._replicas, batch_slice, run, accelerator, accumulates)
+        # Fake tensors, and the rules of the accelerator's libraries in place of the host's.
+        make = partial(
+            partial(profile_absent_slice, target=torch.device(accelerator)) if accelerator else profile_slice,
+            self._replicas,
+            batch_slice,
+            run,
+            accumulates=accumulates,
+            counts_gradients=counts,
+        )
         # What is scaled for a device that is not there takes no room here.
         if accelerator:
             return settings.cache.profile(key, make)
         device = batch_slice.replica.device
         return settings.cache.profile(key, make, is_poor=lambda profile: is_short_of_rows(profile, device))
-
-
-def _profile(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step, accelerator: str, accumulates: bool) -> Profile:
-    """The profile of a step on ``batch_slice``, as on ``accelerator`` if that is named."""
-    # Fake tensors, and the rules of the accelerator's libraries in place of the host's.
-    if accelerator:
-        return profile_absent_slice(replicas, batch_slice, run, torch.device(accelerator), accumulates=accumulates)
-    return profile_slice(replicas, batch_slice, run, accumulates=accumulates)
 
 
 class _LastLog:
