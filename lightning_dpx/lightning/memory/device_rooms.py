@@ -109,8 +109,9 @@ class DeviceRooms:
         if not self.budgets.is_users:
             needed = f"that is all there is, and the step needs at least {least}: use a smaller batch"
         error.add_note(
-            f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which parameters, "
-            f"gradients, their reduction, optimizer state and the batch take {format_bytes(held)}; {needed}."
+            f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which "
+            f"{format_bytes(held)} are taken all through a step (parameters, optimizer state, the batch, gradients that "
+            f"stay, and their reduction); {needed}."
         )
         self.trained.explain(error)
 

@@ -61,7 +61,7 @@ def test_a_budget_without_room_for_parameters_is_refused_before_data_are_loaded(
 
 
 def test_an_example_batch_that_cannot_fit_is_refused_before_data_are_loaded() -> None:
-    error = refused(watched(), memory_budget="2.5MiB", example_batch=rows(256))
+    error = refused(watched(), memory_budget="2.125MiB", example_batch=rows(256))
     assert "smallest that can is" in str(error)
     assert any("at setup, where memory is planned from example_batch" in note for note in error.__notes__)
 

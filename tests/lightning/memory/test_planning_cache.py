@@ -69,7 +69,7 @@ def fit(
     with caplog.at_level("INFO"):
         if callback is None:
             chosen = {
-                "strategy": dpx.DPXStrategy(**{"memory_budget": 3_600_000 + BATCH, **options}),
+                "strategy": dpx.DPXStrategy(**{"memory_budget": 2_750_000 + BATCH, **options}),
                 "devices": devices,
             }
         else:
@@ -96,7 +96,7 @@ def test_the_second_run_of_a_job_plans_nothing(caplog: Any, devices: int) -> Non
 
 
 def test_the_second_run_chooses_its_micro_batches_without_a_profile(caplog: Any) -> None:
-    options = {"memory_budget": 2_600_000 + BATCH, "micro_batches": "auto"}
+    options = {"memory_budget": 2_750_000 + BATCH, "micro_batches": "auto"}
     said, state = fit(caplog, **options)
     assert "profiles a step on 64 rows" in said, "the premise: several numbers of micro-batches were tried"
     again, state_again = fit(caplog, **options)
@@ -130,7 +130,7 @@ def test_another_job_is_planned_by_itself(caplog: Any) -> None:
     fit(caplog)
     for other in ({"rows": 192}, {"depth": 3}, {"kind": Squared}, {"plan_cache": False}):
         assert planned_anew(fit(caplog, **other)[0]), other
-    for other in ({"memory_budget": 3_700_000 + BATCH}, {"planner": "search"}):  # the same step, planned in another way
+    for other in ({"memory_budget": 2_850_000 + BATCH}, {"planner": "search"}):  # the same step, planned in another way
         said = fit(caplog, **other)[0]
         assert "profiles a step" not in said, other
         assert "found in the cache" not in said, other

@@ -266,10 +266,11 @@ def test_the_batch_that_hooks_find_before_the_backward_is_part_of_what_a_step_ta
     assert not looks.plans[0].keeps_all, "a MiB of it is the batch"
 
 
-def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there() -> None:
+@pytest.mark.parametrize("sees_gradients", [False, True])
+def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there(sees_gradients: bool) -> None:
     """A batch is copied to an accelerator within the step; on the host it is there, and nothing copies it.
 
-    The second batch is larger, and planned when the gradients of the first are there.
+    The second batch is larger, and planned when the gradients of the first are there, or have been freed.
     """
     whole = torch.randn(3072, 64)  # the data set, of which the loader below gives parts
     torch.manual_seed(0)
@@ -282,11 +283,19 @@ def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there()
             rooms.extend(plan.budget for plan in strategy.planning.plans.values())
 
     batches = DataLoader(TensorDataset(whole), batch_sampler=[range(1024), range(1024, 3072)])
-    on_host: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "callbacks": [Look()]}
+    callbacks = [Look(), LooksAtGradients()] if sees_gradients else [Look()]
+    on_host: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "callbacks": callbacks}
     make_trainer(max_epochs=1, strategy=strategy, **on_host).fit(model, batches)
-    # Each parameter has a gradient, and SGD no state.
-    lasting = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    # SGD has no state; and gradients that nothing sees come within a step, among the activations.
+    lasting = (2 if sees_gradients else 1) * sum(parameter.nbytes for parameter in model.parameters())
     assert rooms == [14 * MIB - lasting - rows * 64 * 4 for rows in (1024, 2048)]
+
+
+class LooksAtGradients(Callback):
+    """Where Lightning sets them to ``None``, between a forward and its backward."""
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        self.norms = [parameter.grad.norm() for parameter in pl_module.parameters() if parameter.grad is not None]
 
 
 class Shadow(Callback):
@@ -314,8 +323,8 @@ def test_what_callbacks_hold_on_the_host_is_part_of_what_a_step_takes_there(call
     batches = DataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=1024)
     on_host: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "callbacks": [callback(), Look()]}
     make_trainer(max_epochs=1, strategy=strategy, **on_host).fit(model, batches)
-    # Parameters, their gradients, and the average; those of Lightning keep a count of their own beside it.
-    assert rooms[0] == pytest.approx(14 * MIB - 3 * parameters - 1024 * 64 * 4, abs=64)
+    # Parameters, and the average; those of Lightning keep a count of their own beside it.
+    assert rooms[0] == pytest.approx(14 * MIB - 2 * parameters - 1024 * 64 * 4, abs=64)
 
 
 def test_a_step_of_the_optimizer_beyond_the_budget_is_told_of_with_what_was_measured(sim: Any) -> None:
