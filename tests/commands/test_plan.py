@@ -49,6 +49,15 @@ class Shallow(Deep):
         super().__init__(dropout, depth=6)
 
 
+class Wide(Shallow):
+    """Weights that take as much as activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(size, 1024 - size), nn.GELU()) for size in (64, 960, 64)))
+        self.net.append(nn.Linear(960, 1))
+
+
 class Normed(Shallow):
     """With statistics over its batch."""
 
@@ -132,6 +141,25 @@ def test_the_prediction_is_what_a_run_on_such_devices_takes(
         # Gradients count all through the step; here they come while activations go.
         assert device["peak"] - device["gradients"] <= taken * 1.02, index
         assert taken <= device["peak"] * 1.02, index
+
+
+@sim_only
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_prediction_for_one_device_counts_gradients_as_its_run_does(
+    micro_batches: int, tmp_path: Path, capsys: Any
+) -> None:
+    options = f"{{memory_budget: 32MiB, micro_batches: {micro_batches}}}"
+    status, devices = planned(capsys, "--config", config(tmp_path, options, model="Wide"), "--devices", "cuda:0")
+    assert status == 0
+    gc.collect()  # what other tests left on the devices
+    monitor = dpx.DeviceMemoryMonitor(table=False, every_n_steps=1)
+    strategy = dpx.DPXStrategy(memory_budget="32MiB", micro_batches=micro_batches, plan_cache=False)
+    trainer = make_trainer(strategy=strategy, accelerator="sim", devices=1, max_epochs=1, callbacks=[monitor])
+    trainer.fit(Wide(), datamodule=Rows())
+    taken = max(monitor.last[torch.device("sim", 0)].peak_by_phase.values())
+    assert devices[0]["peak"] == pytest.approx(taken, rel=0.02)
+    # What is shown of it adds up, whenever gradients come.
+    assert monitor.last[torch.device("sim", 0)].planned == pytest.approx(taken, rel=0.02)
 
 
 def test_a_plan_is_saved_drawn_and_followed(tmp_path: Path, capsys: Any) -> None:
