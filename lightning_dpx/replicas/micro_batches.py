@@ -15,6 +15,7 @@ from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import ConfigurationError
 
 MicroBatches = int | Sequence[int]
+_MOST = 4096  # of a device: each is a replica, made before the rows of any batch are known
 
 
 def check_micro_batches(micro_batches: object, others: str = "") -> None:
@@ -39,6 +40,11 @@ def _check_number(name: str, number: object, others: str) -> None:
         raise ConfigurationError(
             f"{name}={number!r} is not allowed; give a positive integer, or one for each device, for example 4 or "
             f"[4, 2]{others}. 1 runs every slice as it is."
+        )
+    if number > _MOST:
+        raise ConfigurationError(
+            f"{name}={number} is not allowed; give at most {_MOST}, and no more than a device has rows{others}: each "
+            "micro-batch is a replica with submodules of its own."
         )
 
 

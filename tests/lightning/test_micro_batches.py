@@ -408,6 +408,12 @@ def test_a_number_is_chosen_for_a_batch_of_one_row() -> None:
     assert_equal(*results)
 
 
+@pytest.mark.parametrize("number", [10**9, [2, 10**9]])
+def test_more_micro_batches_than_any_batch_has_rows_are_an_error_at_once(number: Any) -> None:
+    with pytest.raises(dpx.ConfigurationError, match="=1000000000 is not allowed; give at most 4096"):
+        dpx.DPXStrategy(micro_batches=number)
+
+
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "two", [2, 0], None])
 def test_a_number_that_is_none_is_refused(given: Any) -> None:
     with pytest.raises(dpx.ConfigurationError, match=r"micro_batches.* is not allowed; give a positive integer"):
