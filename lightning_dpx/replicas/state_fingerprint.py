@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,8 @@ class StateFingerprint:
         for key, value in graph.objects.items():
             if key in attributes:
                 continue
-            if isinstance(value, np.ndarray):
-                # Nothing counts the writes to an array, so all of it is read.
-                yield key, (value, zlib.crc32(value.tobytes()))
-            elif (contents := _contents(value)) is not None:
-                yield key, ((value, _kept_alive(contents)), list(map(_identities, contents)))
+            if (mark := _mark(value)) is not None:
+                yield key, (value, mark)
 
     def _is_boundary(self, value: Any) -> bool:
         # What this package puts in a module for the time of a run leads to its own books.
@@ -52,9 +50,37 @@ class StateFingerprint:
     def compare(self) -> tuple[bool, bool]:
         """Whether something that was there has other contents now, and whether there is something new."""
         now = dict(self._marks())
-        # The objects are kept with their marks, so that an id cannot be that of another one by now.
-        changed = any(key in now and now[key][1] != mark for key, (_, mark) in self._before.items())
+        # What is not there any more may have been written before it was let go of: a dict that each step fills, and
+        # replaces for the next one, is shared as long as it lives.
+        changed = False
+        for key, (value, before) in self._before.items():
+            after = now[key][1] if key in now else _mark(value)
+            changed = changed or after is None or after.identities != before.identities
         return changed, not now.keys() <= self._before.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What an object held.
+
+    Attributes:
+        identities: Differ if it holds something else.
+        kept: What they are those of, so that no id can be another object's by now.
+    """
+
+    identities: Any
+    kept: list[Any]
+
+
+def _mark(value: Any) -> _Mark | None:
+    """What ``value`` holds; nothing if it can hold nothing."""
+    if isinstance(value, np.ndarray):
+        # Nothing counts the writes to an array, so all of it is read.
+        return _Mark(zlib.crc32(value.tobytes()), [])
+    contents = _contents(value)
+    if contents is None:
+        return None
+    return _Mark(list(map(_identities, contents)), _kept_alive(contents))
 
 
 def _contents(value: Any) -> list[Any] | None:

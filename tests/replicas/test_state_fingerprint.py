@@ -47,3 +47,19 @@ def test_a_fingerprint_sees_a_slot_that_is_set_for_the_first_time() -> None:
     before = StateFingerprint(module)
     module.meter.best = 1
     assert before.compare()[0]
+
+
+@pytest.mark.parametrize("made", [dict, Counted], ids=["dict", "object"])
+def test_a_fingerprint_sees_what_was_written_before_it_was_replaced(made: type[Any]) -> None:
+    module: Any = nn.Linear(1, 1)
+    module.kept = made()
+    replaced = StateFingerprint(module)
+    module.kept = made()
+    assert replaced.compare() == (False, True)
+    written = StateFingerprint(module)
+    if made is dict:
+        module.kept["rows"] = 1
+    else:
+        module.kept.count += 1
+    module.kept = made()
+    assert written.compare() == (True, True)
