@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replicate import replicate
+from lightning_dpx.replicas.replicate import make_shadow_module, replicate
+from tests.conftest import SIMULATED
 
 CPU = torch.device("cpu")
+NEEDS_SIMULATION = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 
 
 def test_lazy_modules_are_refused_by_name() -> None:
@@ -47,3 +49,20 @@ def test_micro_batches_share_the_parameters_that_optimizers_step_or_are_refused(
     assert len(replicate(module, [CPU, CPU])) == 2
     with pytest.raises(dpx.ReplicationError, match=r"Micro-batches cannot share parameter 0\.weight"):
         replicate(module, [CPU], micro_batches=[2])
+
+
+def test_what_a_class_makes_as_it_copies_itself_in_an_evaluation_is_no_inference_tensor() -> None:
+    module = nn.Sequential(MakesParametersAnew(2, 2))
+    with torch.inference_mode():
+        root, copied = replicate(module, [CPU, CPU])
+        shadow = make_shadow_module(root)
+    for made in (copied.module, shadow):
+        assert not any(parameter.is_inference() for parameter in made.parameters())
+        assert torch.equal(made[0].weight, module[0].weight)
+
+
+@NEEDS_SIMULATION
+def test_a_shadow_of_a_class_that_makes_its_parameters_on_the_host_is_on_the_device_of_the_original() -> None:
+    device = torch.device("sim:0")
+    root, _ = replicate(nn.Sequential(MakesParametersAnew(2, 2)).to(device), [device, device])
+    assert make_shadow_module(root)[0].weight.device == device

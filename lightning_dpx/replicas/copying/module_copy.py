@@ -67,7 +67,10 @@ class ModuleCopy:
         # all replicas share it, unless it leads to the module.
         while True:
             try:
-                return self._attempt()
+                # Also in an evaluation: what a class makes anew as it copies itself is written to later, and watched
+                # for that, as inference tensors cannot be.
+                with torch.inference_mode(False):
+                    return self._attempt()
             except Exception as error:
                 path, value = self._uncopyable()
                 # A shadow must leave no trace, so it shares nothing that it cannot copy. What leads
@@ -103,7 +106,9 @@ class ModuleCopy:
             # Given ones are another replica's, which has seen to theirs.
             if copied is not None and copied is not parameter and id(copied) not in self._staying:
                 vars(copied).update(copy.deepcopy(vars(parameter), memo))
-        if self._device is not None:
+        if self._device is None:
+            _go_to_originals(self._module, made)
+        else:
             given = [(parameter, parameter.data) for parameter in made.parameters() if id(parameter) in self._staying]
             # Given parameters may lie elsewhere, as those of a shifted part do, and stay there:
             # to() finds them empty, and gives them no other memory than that.
@@ -148,6 +153,15 @@ class ModuleCopy:
         graph = ObjectGraph(is_module_or_parameter, self._is_boundary)
         graph.walk([value])
         return id(value) in graph.leading()
+
+
+def _go_to_originals(module: nn.Module, made: nn.Module) -> None:
+    """Parameters of a copy go to the devices of the originals: classes that copy themselves make them on the host."""
+    copies = dict(made.named_parameters())
+    for name, parameter in module.named_parameters():
+        copied = copies.get(name)
+        if copied is not None and copied.device != parameter.device:
+            copied.data = copied.data.to(parameter.device)
 
 
 def _has_attributes(parameter: nn.Parameter) -> bool:
