@@ -116,7 +116,9 @@ class OverlappedReduction:
     def _install(self) -> None:
         for replica, column in enumerate(self._columns):
             for index, parameter in enumerate(column):
-                self._handles.append(_hook(parameter, partial(self._on_gradient, replica, index)))
+                # Quantized weights and flags are of whole numbers, which have no gradient, and take no hook.
+                if parameter.is_floating_point() or parameter.is_complex():
+                    self._handles.append(_hook(parameter, partial(self._on_gradient, replica, index)))
 
     def _on_gradient(self, replica: int, index: int, _: object) -> None:
         if not self._during_backward:

@@ -58,3 +58,15 @@ def test_outside_of_its_backward_nothing_is_reduced_and_frozen_parameters_stay_f
     assert reduced == []
     assert not frozen.requires_grad
     overlap.close()
+
+
+def test_frozen_whole_numbers_have_no_gradient_to_wait_for() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    quantized = torch.nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    reduced: list[list[int]] = []
+    overlap = OverlappedReduction([[weight, quantized]], 2, reduced.append, ["weight", "quantized"])
+    for _ in range(2):
+        with overlap.during_backward([0]):
+            (weight * quantized).sum().backward()
+    assert reduced == [[0]]
+    overlap.close()
