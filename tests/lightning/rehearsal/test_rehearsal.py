@@ -207,6 +207,22 @@ class KeepsByHand(Model):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+class HasAFlagByHand(KeepsByHand):
+    """Flags and quantized weights may be parameters, so that they are saved and copied with the others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_initialized = torch.nn.Parameter(torch.tensor(True), requires_grad=False)
+
+
+@REPLICAS
+def test_a_step_by_hand_with_parameters_of_whole_numbers_is_checked(hardware, fitted, num_replicas) -> None:
+    seen = fitted(HasAFlagByHand, num_replicas)
+    assert "dpx: checked on" in seen.told
+    assert "not checked" not in seen.told
+    assert_equal(seen.values, fitted(HasAFlagByHand).values)
+
+
 class AddsUpByHand(KeepsByHand):
     """More than is put together, and kept to be looked at beside it."""
 

@@ -337,8 +337,11 @@ def _explained(name: str, gradients: Mapping[str, float], tolerance: Tolerance) 
 
 
 def _largest(value: torch.Tensor) -> float:
-    # An infinite gradient would make every other one look like rounding.
-    finite = value[value.isfinite()] if value.is_floating_point() else value
+    # Whole numbers (flags, quantized weights) have no roundings, and an infinite gradient would make every other one
+    # look like one.
+    if not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    finite = value[value.isfinite()]
     if finite.numel():
         return float(finite.abs().max())
     return 0.0
