@@ -110,8 +110,8 @@ class DeviceRooms:
             needed = f"that is all there is, and the step needs at least {least}: use a smaller batch"
         error.add_note(
             f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which "
-            f"{format_bytes(held)} are taken all through a step (parameters, optimizer state, the batch, gradients that "
-            f"stay, and their reduction); {needed}."
+            f"{format_bytes(held)} are taken all through a step (parameters, optimizer state, the batch, gradients "
+            f"that stay, and their reduction); {needed}."
         )
         self.trained.explain(error)
 
