@@ -1,0 +1,84 @@
+"""How ``torch.compile`` has compiled a function, and with what; its modules are slow to import, so only where used."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
+
+
+def dynamo_config() -> Any:
+    """The settings of ``torch.compile``; slow to import, so only where they are used."""
+    from torch._dynamo import config
+
+    return config
+
+
+def functorch_config() -> Any:
+    """The settings of ``torch.compile``'s autograd, likewise."""
+    from torch._functorch import config
+
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """How a function was compiled.
+
+    Attributes:
+        function: What was compiled.
+        backend: What compiles its graphs.
+        fullgraph: Whether it has to be one graph.
+        dynamic: Whether sizes may vary.
+    """
+
+    function: Any
+    backend: Any
+    fullgraph: bool
+    dynamic: bool | None
+
+
+def compile_settings_of(compiled: Any) -> CompileSettings | None:
+    """How ``compiled`` was compiled, if ``torch.compile`` has made it."""
+    # What torch.compile returns is a plain function, whose settings are in its closure alone.
+    original = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if original is None or not inspect.isfunction(compiled):
+        return None
+    context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    if not isinstance(context, _TorchDynamoContext):
+        return None
+    callback: Any = context.callback
+    return CompileSettings(original, innermost_backend(callback), context.fullgraph, context._dynamic)
+
+
+def compiler_apart(backend: Any, *, fullgraph: bool, dynamic: bool | None) -> Any:
+    """Compiles functions; what it has compiled does not count among the recompilations of others.
+
+    Torch 2.12 and before count all of them together.
+    """
+    from torch._dynamo import optimize
+
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    return optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+
+
+def compile_backends() -> list[str]:
+    """The names that ``torch.compile`` knows, likewise."""
+    from torch._dynamo import list_backends
+
+    return list(list_backends(exclude_tags=()))
+
+
+def find_compile_backend(name: str) -> Any:
+    """What compiles under ``name``, likewise."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def inductor_compiler() -> str:
+    """The C++ compiler that Inductor uses, likewise."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()

@@ -1,0 +1,37 @@
+"""What tensors are made of, and whose memory they look at."""
+
+import pytest
+import torch
+
+from lightning_dpx.torch_compat import flatten_dense, shares_memory, unflatten_dense, with_memory_in
+
+
+def test_a_plain_tensor_has_its_own_memory() -> None:
+    plain = torch.ones(3)
+    assert with_memory_in(plain) == [plain]
+
+
+def test_a_jagged_tensor_has_that_of_its_rows_and_of_where_they_begin() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    sizes = [tensor.numel() for tensor in with_memory_in(jagged)]
+    assert sorted(filter(None, sizes)) == [3, 5], "the others are empty, and stand for its shortest and longest row"
+
+
+def test_a_view_and_its_base_share_memory() -> None:
+    base = torch.ones(4)
+    assert not shares_memory(base)
+    view = base[:2]
+    assert shares_memory(base)
+    assert shares_memory(view)
+    del view
+    assert not shares_memory(base)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3)], [(2, 3), (4,), (1, 1, 2)]])
+def test_one_flat_copy_and_back(shapes: list[tuple[int, ...]]) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    flat = flatten_dense(tensors)
+    assert flat.ndim == 1
+    for made, given in zip(unflatten_dense(flat, tensors), tensors, strict=True):
+        assert torch.equal(made, given)
+        assert made.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
