@@ -31,6 +31,7 @@ def test_several_losses_with_gradients_of_their_own(with_mode: bool) -> None:
                 backward(losses, gradients)
         else:
             backward(losses, gradients)
+        assert isinstance(weights.grad, torch.Tensor)
         found.append(weights.grad)
     assert torch.equal(found[0], torch.tensor([7.0, 8.0]))
     assert torch.equal(*found)

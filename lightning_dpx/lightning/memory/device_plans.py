@@ -124,6 +124,7 @@ class DevicePlans:
 
     def activations(self, device: torch.device) -> tuple[int, int]:
         """The same beside all gradients, whether they are there at that time or not."""
+        # A monitor weighs gradients by themselves, and they would count twice.
         peak, limit = self.forecast(device)
         return max(0, peak - self.counted.get(device, 0)), limit
 

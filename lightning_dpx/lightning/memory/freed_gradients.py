@@ -26,6 +26,7 @@ def may_free_gradients(trainer: Trainer, module: LightningModule) -> bool:
     for optimizer in trainer.strategy.optimizers:
         for group in optimizer.param_groups:
             optimized.update(map(id, group["params"]))
+    # One that is left out would be counted where it comes in the first step, and is there all through the next.
     return all(id(parameter) in optimized for parameter in module.parameters() if parameter.requires_grad)
 
 
@@ -52,6 +53,7 @@ class FreedGradients:
             return
         if self._gradient is None:  # it looks through all classes of the module
             self._gradient = LossGradient(self._session)
+        # None in the middle of a window of accumulation, and where hooks look at them.
         zeroed = self._gradient.zeroed()
         for parameter in self._session.replicas.root.parameters if zeroed else ():
             if id(parameter) in zeroed:

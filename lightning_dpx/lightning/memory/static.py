@@ -53,6 +53,7 @@ class StaticMemory:
 
     def counted_gradients(self, device: torch.device) -> int:
         """Bytes of gradients that come within a step, and are counted with its activations."""
+        # What is there now has not been freed, so nothing has shown that it will be.
         return self.coming_gradients(device) if self.frees_gradients else 0
 
     def passing(self, device: torch.device) -> int:

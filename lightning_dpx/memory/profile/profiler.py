@@ -395,6 +395,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
     calls, holds = ((), ()) if course.asks_itself or saves else hooks.calls_of(end)
     codes = () if course.asks_itself or saves else hooks.calls.compiled()
     curve = tuple(trace.passing(gradients.allocations)[:end])
+    # What would come on top if gradients were there already is known of steps that count none.
     adding = () if step.counts_gradients else tuple(gradients.adding(curve))
     if step.counts_gradients:
         curve = gradients.counted(end, costs.device)

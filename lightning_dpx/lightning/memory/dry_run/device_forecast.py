@@ -147,6 +147,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
                 "optimizer": states * owned,
                 "buffers": sum(buffer.nbytes for buffer in module.buffers()),
                 "communication": all_gradients if settings.keeps_buckets else 0,
+                # Not a further kind: it says how the gradients are to be counted.
                 "counted": counted,
             }
         )
