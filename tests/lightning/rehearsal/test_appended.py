@@ -312,3 +312,48 @@ def test_a_configuration_is_left_as_it_is_and_its_module_is_checked(kind: Any, h
         ours = fitted(kind, strategy=dpx.DPXStrategy(execution="inline"), devices=2, accelerator=hardware)
     assert "dpx: checked on" in caplog.text
     torch.testing.assert_close(ours.net.weight.cpu(), fitted(kind).net.weight)
+
+
+class KeepsGradients(LightningModule):
+    """A tensor's hook appends a layer's gradient, as for saliency; a hook of the run looks at that of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.gradients: list[torch.Tensor] = []
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        logits.register_hook(self.gradients.append)
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.norms.append(float(self.gradients[-1].norm()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+def test_what_a_backward_appends_and_hooks_read_is_of_the_whole_batch(options, devices, hardware) -> None:
+    """Lists come together after a forward; the hook found the last slice's, and an epoch's end those of K devices."""
+    strategy = dpx.DPXStrategy(verify="first", **options)
+    with pytest.warns(UserWarning, match=r"self\.gradients is \+1 items on one device"):
+        ours = fitted(KeepsGradients, strategy=strategy, devices=devices, accelerator=hardware)
+    assert ours.norms == pytest.approx(fitted(KeepsGradients).norms, rel=1e-5)
+
+
+class KeepsGradientsForLater(KeepsGradients):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Nothing is read during the run."""
+
+
+def test_what_a_backward_appends_and_no_hook_reads_is_told_to_be_of_slices(hardware: str, caplog: Any) -> None:
+    with caplog.at_level("INFO"):
+        fitted(KeepsGradientsForLater, strategy=dpx.DPXStrategy(verify="warn"), devices=2, accelerator=hardware)
+        fitted(KeepsGradientsForLater, strategy=dpx.DPXStrategy(micro_batches=2), accelerator="cpu")
+    assert "self.gradients gets items of each slice, not of the whole batch" in caplog.text

@@ -188,10 +188,13 @@ class Comparer:
             start, mine, theirs = (one.get(path) for one in (whole.state_before, whole.state, sliced.state))
             if not relations.same(start, mine) or not relations.same(start, theirs):
                 out.changed.add(path)
-            # Lists outside of the module stay as slices leave them, with an item for each.
+            # Lists outside of the module stay as slices leave them, with an item for each. So do those that a backward
+            # appends to: items come together after a forward only, and hooks would find one of each slice.
             is_alike = relations.same(mine, theirs)
-            if not is_alike and not path.startswith(OUTSIDE):
+            if not is_alike and not path.startswith(OUTSIDE) and path not in whole.hook_reads.paths:
                 is_alike = grew_alike(start, mine, theirs, self._tolerance)
+                if is_alike:
+                    out.notes.append(f"{_shown(path)} gets items of each slice, not of the whole batch")
             # What no side has changed is no news, so it counts on neither.
             if is_alike:
                 good += not relations.same(start, mine)
