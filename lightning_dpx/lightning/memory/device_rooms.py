@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.devices import free_garbage, is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.lightning.memory.profiled_steps import by_device
@@ -81,6 +82,20 @@ class DeviceRooms:
             f"activations (parameters, gradients, optimizer state, the batch) takes {format_bytes(most)}{beside}. "
             f"{allow}, or {way_out}."
         )
+
+    def free_what_counts(self, replicas: ReplicaSet, slices: Sequence[BatchSlice]) -> None:
+        """Frees what is there in reference cycles only, where it would leave less room for a step of ``slices``.
+
+        On the host what is there is listed, tensor by tensor, and such tensors are in no list; they count where a
+        device tells what is allocated or free. With half a million objects loaded, as those of a library of models
+        are, a search takes 0.3 s, which is a step or more of many models.
+
+        A plan is made after another search, on all devices: later steps would have such tensors beside them.
+        """
+        for device in by_device(slices):
+            if not is_host(device) or self.budgets.is_measured(device, replicas.devices):
+                free_garbage()
+                return
 
     def room_of_replica(
         self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device

@@ -3,7 +3,6 @@
 A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :class:`NoStepMemory`, which does nothing.
 """
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,8 +171,9 @@ class StepMemory(NoStepMemory):
         if not session.options.chooses_micro_batches or not is_open:
             return False
         self._planning.end_plan()  # the profiles of a choice take more than any plan allows
-        gc.collect()  # what is there in reference cycles only is no reason for more micro-batches
         replicas = session.replicas
+        # What is there in reference cycles only is no reason for more micro-batches.
+        self._planning.rooms.free_what_counts(replicas, slices)
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:
             slices = self._slices_of_devices(args[0])

@@ -1,7 +1,9 @@
 """``micro_batches="auto"``: what the first batch decides, and what its rehearsal takes back."""
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -14,8 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dpx as dpx
+from lightning_dpx.lightning.memory import profiling
+from lightning_dpx.lightning.rehearsal import verification
 from lightning_dpx.memory import Planner
 from lightning_dpx.memory.plan.problem import Choice, Problem
+from lightning_dpx.python_objects.trial_garbage import TrialGarbage
 from tests.conftest import StepsByHand, make_trainer
 
 ROWS = 512
@@ -136,6 +141,35 @@ def test_a_step_that_does_not_fit_is_cut(one_device, caplog) -> None:
     assert -ROWS in rows, "evaluation keeps nothing for backward, so it fits"
     assert f"{len(trained)} micro-batches of {trained[0]} rows, no values recomputed: " in said(caplog)
     assert "as on one device" in said(caplog)
+
+
+class LeavesGarbage(Callback):
+    """Leaves a tensor in a reference cycle before the first step, and looks whether it is there after it."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: torch.Tensor, index: int) -> None:
+        if index == 0:
+            cycle: list[Any] = [torch.ones(4)]
+            self.left = weakref.ref(cycle[0])
+            cycle.append(cycle)
+            gc.collect()  # what has outlived one search is old, and looked for in no short one
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.is_there = self.left() is not None
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_no_step_has_garbage_of_before_the_choice_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in reference cycles is in no figure of the host, and yet takes memory in every later step."""
+    # Tests leave what was imported out of searches, and trials then search all that is left: as in a program of a
+    # user's they search their own.
+    gc.unfreeze()
+    own = TrialGarbage()
+    for trial in (profiling, verification):
+        monkeypatch.setattr(trial, "TRIAL_GARBAGE", own)
+    module = Tower()
+    garbage = LeavesGarbage()
+    fitted(module, callbacks=[garbage], **options_for(module, HALF))
+    assert not garbage.is_there
 
 
 def test_the_monitor_and_its_page_show_the_number_beside_the_plan(tmp_path, caplog) -> None:
