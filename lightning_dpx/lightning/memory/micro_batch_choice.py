@@ -1,6 +1,6 @@
 """Within a budget the first training batch decides into how many micro-batches every device's slice is cut.
 
-    slices of the first batch --profiles of all, a half, a quarter of the rows--> numbers, the fastest within the budget
+    slices of the first batch --profiles of all rows, and of as few as may fit--> numbers, the fastest within the budget
       --Session.cut_slices--> replicas for the micro-batches --rehearsal--> as on one device: they stay
                                                                             else: one piece, and what that costs
 
@@ -28,6 +28,7 @@ from lightning_dpx.lightning.memory.profiling import (
     profile_slice,
 )
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
+from lightning_dpx.memory.micro_batches import TooFewRowsError
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
@@ -166,6 +167,7 @@ class MicroBatchChooser:
         finds_gradients = keeps_gradients(session.trainer)
 
         cache = session.strategy.planning.cache
+        failed = list[str]()  # steps on fewer rows
 
         def profile_of(count: int, /, *, accumulates: bool) -> Profile:
             accumulates |= finds_gradients
@@ -196,7 +198,8 @@ class MicroBatchChooser:
                     if count == rows:
                         raise
                     why = f"on {count} of its {rows} rows a step raises {type(error).__name__}: {error}"
-                    raise UncuttableBatch(why.partition("\n")[0], "", "fewer rows") from error
+                    failed.append(why.partition("\n")[0])
+                    raise TooFewRowsError(failed[-1]) from error
 
             key = ""
             if cache.is_on:
@@ -210,17 +213,24 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(replicas.root.module, profile, planner, budget)
 
-        _plan, choice = plan_in_micro_batches(
-            rows,
-            profile_of,
-            plan_of,
-            room,
-            seconds_each=seconds_of_a_micro_batch(device),
-            beside=beside,
-            # A difference below what predictions are sure of is no reason to cut a step.
-            margin=timing_effort.uncertainty(),
-            runs_twice=session.end_hook("training_step") is not None,
-        )
+        try:
+            _plan, choice = plan_in_micro_batches(
+                rows,
+                profile_of,
+                plan_of,
+                room,
+                seconds_each=seconds_of_a_micro_batch(device),
+                beside=beside,
+                # A difference below what predictions are sure of is no reason to cut a step.
+                margin=timing_effort.uncertainty(),
+                runs_twice=session.end_hook("training_step") is not None,
+            )
+        except BudgetError as error:
+            for why in failed[-1:]:
+                error.add_note(f"More micro-batches might need less, but {why}.")
+            raise
+        if choice.candidate.number == 1 and failed:
+            self.why_whole = failed[-1]
         return choice
 
     def _least_in_one_piece(self, rows: int, room: int, planner: Any) -> int | None:

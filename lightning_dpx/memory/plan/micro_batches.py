@@ -1,6 +1,6 @@
 """Into how many micro-batches a step is cut, and the plan that each of them follows: the fastest mix within a budget.
 
-    profiles of the step on all, a half and a quarter of its rows
+    profiles of the step on all of its rows, and on as few as may fit
         |  lines through two of them
     a candidate for every number of micro-batches: its largest one's profile, and the time of all
         |  planner x budget, the most promising first
@@ -13,7 +13,7 @@ micro-batches later, the best is in between.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dpx.errors import BudgetError
@@ -26,6 +26,7 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.units import format_bytes
 
+_FAR = 2  # times as many rows
 MOST_PLANS = 3  # that are searched, beside the candidate that needs none
 
 
@@ -146,14 +147,42 @@ class ProfilesByRows:
         # Only steps that add to earlier gradients, as micro-batches do: the whole step does not,
         # so it is no point of the line.
         known = list(self._parts)
-        if len(known) == 1:
-            return scaled(self._parts[known[0]], rows / known[0])
+        nearest = min(known, key=lambda size: abs(size - rows))
+        is_between = known[0] < rows < known[-1]
+        # A line through sizes that are close to each other says little of those beyond: there the whole step is the
+        # better second point.
+        if not is_between and known[-1] < _FAR * known[0]:
+            return self._beside_whole(nearest, rows)
         # The two sizes on both sides of the one that is sought, or the two nearest to it.
         few = max((size for size in known[:-1] if size < rows), default=known[0])
         more = known[known.index(few) + 1]
         found = extrapolate(self._parts[few], self._parts[more], (few, more), rows)
         # A scale is that of a part of a step; a micro-batch is a step, and runs on just these rows.
         return replace(found, scale=1.0)
+
+    def _beside_whole(self, known: int, rows: int) -> Profile:
+        """A micro-batch of so many rows, by one that was run and by the whole step.
+
+        Events of the whole step are others, as it adds to no gradients: what joins the two are their peaks and times.
+        """
+        part = self._parts[known]
+        found = scaled(part, rows / known)
+        if known == self.rows:
+            return replace(found, scale=1.0)
+        share = (rows - known) / (self.rows - known)
+        peak = part.peak + (_peak_when_adding(self.whole) - part.peak) * share
+        seconds = part.step_seconds + (self.whole.step_seconds - part.step_seconds) * share
+        # What is there whatever the rows, such as weights that a library repacks, counts at every event.
+        more = round(peak) - found.peak
+        curve = tuple(max(0, size + more) for size in found.curve)
+        # Fewer rows take less time, and never less than in proportion, as measured times jitter.
+        both = sorted((part.step_seconds, part.step_seconds * rows / known))
+        return replace(found, curve=curve, step_seconds=min(max(seconds, both[0]), both[1]), scale=1.0)
+
+
+def _peak_when_adding(whole: Profile) -> int:
+    """Bytes of a step in one piece at the most, if its backward found gradients, as that of a micro-batch does."""
+    return max(whole.peak, *(whole.curve[event] + more for event, more in whole.adding), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +240,23 @@ def numbers_worth_trying(rows: int, most: int | None = None) -> list[int]:
     return [largest_rows(rows, size) for size in sizes]
 
 
+def least_number(whole: Profile, rows: int, budget_of: Callable[[int], int]) -> int:
+    """The smallest number whose micro-batches may fit without a plan: all bytes are taken to be in proportion to rows.
+
+    What does not grow with the rows makes more of them necessary, and never fewer.
+    """
+    numbers = numbers_worth_trying(rows)
+    for number in numbers:
+        if whole.peak * largest_rows(rows, number) <= budget_of(number) * rows:
+            return number
+    return numbers[-1]
+
+
 def candidates_of(
-    profiles: ProfilesByRows, budget_of: Callable[[int], int], most: int | None = None
+    profiles: ProfilesByRows,
+    budget_of: Callable[[int], int],
+    most: int | None = None,
+    failed: Container[int] = (),
 ) -> list[Candidate]:
     """Candidates for every number that may be best: from the first that needs no plan, larger ones only cost more.
 
@@ -221,9 +265,12 @@ def candidates_of(
         budget_of: Bytes of activations that a step in so many micro-batches allows: gradients are there during all
             forwards but the first.
         most: The largest number that is allowed; as many as there are rows unless given.
+        failed: Rows on which a micro-batch does not run.
     """
     found = list[Candidate]()
     for number in numbers_worth_trying(profiles.rows, most):
+        if largest_rows(profiles.rows, number) in failed:
+            continue
         candidate = candidate_of(profiles, number, budget_of(number))
         found.append(candidate)
         # More micro-batches would fit as well, and take longer.

@@ -344,17 +344,33 @@ def test_what_was_decided_at_setup_is_taken_back_by_the_rehearsal(caplog) -> Non
     assert all(torch.equal(value, expected[name]) for name, value in seen.items())
 
 
-class NeedsManyRows(Tower):
+class NeedsAllRows(Tower):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch.view(-1, ROWS // 2, 16).flatten(0, 1), batch_idx)
+        return super().training_step(batch.view(-1, ROWS, 16).flatten(0, 1), batch_idx)
 
 
-def test_a_step_that_fewer_rows_do_not_run_stays_in_one_piece(one_device, caplog) -> None:
-    trained = fitted(NeedsManyRows(), **options_for(Tower(), HALF, planner="auto"))
+def test_a_step_that_fewer_rows_do_not_run_stays_in_one_piece(one_device, caplog, monkeypatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DPX_TIMING", "full")  # else a step with a plan is taken for as fast as any cut
+    trained = fitted(NeedsAllRows(), **options_for(Tower(), HALF, planner="auto"))
     torch.testing.assert_close(trained, one_device)
-    assert "stay whole, where micro-batches may be faster: on 128 of its 512 rows a step raises RuntimeError" in said(
-        caplog
-    )
+    told = r"stay whole, where micro-batches may be faster: on \d+ of its 512 rows a step raises RuntimeError"
+    assert re.search(told, said(caplog))
+
+
+class NeedsAQuarter(Tower):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if len(batch) < ROWS // 4:
+            raise ValueError("too few rows")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_needs_some_rows_is_cut_into_as_many_and_planned(one_device, caplog) -> None:
+    """Of as few rows as fit without a plan the step fails, and in one piece no plan is enough."""
+    caplog.set_level("INFO")
+    options = options_for(Tower(), int(0.22 * UNPLANNED), planner="auto")
+    trained = fitted(NeedsAQuarter(), **options)
+    torch.testing.assert_close(trained, one_device)
+    assert re.search(r"[234] micro-batches of \d+ rows", said(caplog)), "which of them, is a matter of measured times"
 
 
 def test_devices_of_unequal_budgets_have_unequal_numbers(sim, one_device, caplog) -> None:

@@ -1,6 +1,6 @@
 """The number of micro-batches and their plan are chosen together, by the seconds of both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from math import inf
 
@@ -8,6 +8,7 @@ import pytest
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import BesideActivations, Profile, plan_in_micro_batches, plan_profile, scaled
+from lightning_dpx.memory.micro_batches import TooFewRowsError
 from lightning_dpx.memory.plan.micro_batches import (
     Candidate,
     ProfilesByRows,
@@ -44,6 +45,10 @@ def profiles(fixed: float) -> ProfilesByRows:
 
 def planned(candidate: Candidate) -> MemoryPlan:
     return plan_profile(Chain(), candidate.profile, candidate.budget, "optimal")
+
+
+def optimal(profile: Profile, limit: int | None) -> MemoryPlan:
+    return plan_profile(Chain(), profile, limit, "optimal")
 
 
 def budget(share: float) -> Callable[[int], int]:
@@ -161,8 +166,105 @@ def test_a_size_that_takes_more_than_was_guessed_is_followed_by_smaller_ones() -
 
     room = int(4.5 / ROWS * WHOLE.peak)
     plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, room)
-    assert tried == [24, 12, 6, 4, 1, 3]
+    assert tried == [24, 4, 2, 3]
     assert (choice.candidate.rows, plan.micro_batches) == (3, 8)
+
+
+def measured(room: int, fixed: float = 0.0, **options: float) -> tuple[list[int], int]:
+    """The rows of the steps that are profiled for a choice, in order; and the number that is chosen."""
+    tried: list[int] = []
+
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
+        tried.append(rows)
+        return part(rows, fixed)
+
+    _plan, choice = plan_in_micro_batches(ROWS, profile_of, optimal, room, **options)
+    return tried, choice.candidate.number
+
+
+def test_two_steps_are_profiled_where_the_first_guess_fits() -> None:
+    assert measured(WHOLE.peak // 2) == ([24, 12], 2)
+    assert measured(WHOLE.peak // 4) == ([24, 6], 4)
+
+
+def test_no_part_is_profiled_of_a_step_that_fits() -> None:
+    assert measured(WHOLE.peak) == ([24], 1)
+
+
+def test_no_part_is_profiled_where_a_plan_costs_as_little_as_the_margin() -> None:
+    room = int(0.9 * WHOLE.peak)
+    plan = plan_profile(Chain(), WHOLE, room, "optimal")
+    assert plan.recompute_share
+    assert measured(room, margin=1.1 * plan.recompute_share) == ([24], 1)
+    assert measured(room, margin=0.9 * plan.recompute_share)[0] == [24, 12]
+
+
+def test_no_plan_of_one_piece_is_searched_for_that_the_bound_tells_to_cost_more() -> None:
+    planned_rows: list[float] = []
+
+    def plan_of(profile: Profile, limit: int | None) -> MemoryPlan:
+        planned_rows.append(profile.step_seconds)
+        return optimal(profile, limit)
+
+    plan_in_micro_batches(ROWS, lambda rows, accumulates: part(rows, 0.0), plan_of, WHOLE.peak // 4, margin=0.02)
+    assert WHOLE.step_seconds not in planned_rows
+
+
+def runs_on(rows: Container[int]) -> Callable[..., Profile]:
+    """Profiles a step that fails on other numbers of rows."""
+
+    def profile_of(count: int, /, *, accumulates: bool) -> Profile:
+        if count not in rows:
+            raise TooFewRowsError(f"{count} rows are too few")
+        return part(count, 0.0)
+
+    return profile_of
+
+
+def test_where_the_first_guess_has_too_few_rows_larger_ones_are_planned() -> None:
+    """Four rows fit, if something is computed again, and three would fit as they are."""
+    room = int(3.5 / ROWS * WHOLE.peak)
+    plan, choice = plan_in_micro_batches(ROWS, runs_on(range(4, ROWS + 1)), optimal, room)
+    assert (plan.micro_batches, choice.candidate.rows) == (6, 4)
+    assert plan.num_recomputed
+
+
+def test_a_number_of_rows_that_does_not_suit_the_step_rules_out_no_smaller_one() -> None:
+    """As of rows that are taken in pairs: the first guess is three, and two run."""
+    room = int(3.5 / ROWS * WHOLE.peak)
+    of_eight = scaled(WHOLE, 8 / ROWS)
+    plan, choice = plan_in_micro_batches(8, runs_on(range(2, ROWS, 2)), keep_all, room, of_eight)
+    assert (plan.micro_batches, choice.candidate.rows) == (4, 2)
+
+
+def test_fewer_parts_of_one_size_with_a_cheap_plan_are_looked_at() -> None:
+    """Five micro-batches fit; four take less, which shows only where they have run."""
+    tried: list[int] = []
+
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
+        tried.append(rows)
+        found = part(rows, 0.0)
+        if rows == 6:
+            return replace(found, step_seconds=0.9 * found.step_seconds)
+        return found
+
+    _plan, choice = plan_in_micro_batches(ROWS, profile_of, optimal, int(0.23 * WHOLE.peak), margin=0.15)
+    assert tried == [24, 5, 6]
+    assert choice.candidate.number == 4
+
+
+def test_what_does_not_grow_with_the_rows_shows_in_one_part_beside_the_whole() -> None:
+    fixed = WHOLE.peak // 4
+
+    def with_fixed(rows: int) -> Profile:
+        found = part(rows, 30.0)
+        return replace(found, curve=tuple(size + fixed for size in found.curve), adding=())
+
+    known = ProfilesByRows(with_fixed(ROWS), ROWS, {6: with_fixed(6)})
+    for rows in (2, 3, 8, 12):
+        guess = known.of_part(rows)
+        assert guess.peak == pytest.approx(with_fixed(rows).peak, rel=1e-3)
+        assert guess.step_seconds == pytest.approx(with_fixed(rows).step_seconds)
 
 
 def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
