@@ -1,8 +1,10 @@
 """The plan of a step that may be cut into micro-batches: profiled on few sizes, chosen, and profiled as it will run.
 
-whole step --fits, or its plan costs next to nothing?--> one piece
+whole step --fits?--> one piece, nothing planned
     |
-as few rows as may fit --choose_micro_batches--> a number --profile of its rows, unless it was run--> the plan
+as few rows as may fit --a half, and slower than the plan of one piece?--> one piece
+    |
+    --choose_micro_batches--> a number --profile of its rows, unless it was run--> the plan
 
 Each profile runs the step several times, so none is made that cannot change what is chosen.
 """
@@ -27,10 +29,11 @@ from lightning_dpx.memory.plan.micro_batches import (
     sizes_of_parts,
 )
 from lightning_dpx.memory.plan.plan import MemoryPlan
-from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.data import IsWorth, Profile
 
 MicroBatchNumber = int | Literal["auto"]
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
+ProfileIf = Callable[[int, IsWorth], Profile | None]  # of so many rows, with gradients added to earlier ones
 _NOTHING = BesideActivations()
 
 
@@ -105,6 +108,7 @@ def plan_in_micro_batches(
     beside: BesideActivations = _NOTHING,
     margin: float = 0.0,
     runs_twice: bool = False,
+    profile_if: ProfileIf | None = None,
 ) -> tuple[MemoryPlan, MicroBatchChoice]:
     """The number of micro-batches that is fastest within the budget, and their plan.
 
@@ -118,6 +122,7 @@ def plan_in_micro_batches(
         beside: What micro-batches need beside their activations, and a step in one piece does not.
         margin: A step in one piece may take this share longer than the fastest, and is taken all the same.
         runs_twice: Whether every micro-batch runs forward once more, without a graph, as a loss over all rows needs it.
+        profile_if: Times a step of a micro-batch, and profiles it where that is found to be worth it.
 
     Returns:
         The plan, whose figures are those of all micro-batches together beside the step in one piece; and what was
@@ -127,7 +132,7 @@ def plan_in_micro_batches(
         BudgetError: the budget cannot be met, whatever the number.
     """
     whole = whole or profile_of(rows, accumulates=False)
-    measured = _MeasuredSizes(whole, rows, profile_of, seconds_each, runs_twice=runs_twice)
+    measured = _MeasuredSizes(whole, rows, profile_of, seconds_each, runs_twice=runs_twice, profile_if=profile_if)
     return _NumberSearch(measured, plan_of, budget, beside, margin).run()
 
 
@@ -140,6 +145,7 @@ class _MeasuredSizes:
         profile_of: Profiles a step.
         seconds_each: What running one micro-batch costs beside its step.
         runs_twice: Whether every micro-batch runs forward once more.
+        profile_if: Profiles a step where its time is worth it.
 
     Attributes:
         whole: The profile of the step in one piece.
@@ -148,13 +154,21 @@ class _MeasuredSizes:
     """
 
     def __init__(
-        self, whole: Profile, rows: int, profile_of: ProfileOf, seconds_each: float, *, runs_twice: bool
+        self,
+        whole: Profile,
+        rows: int,
+        profile_of: ProfileOf,
+        seconds_each: float,
+        *,
+        runs_twice: bool,
+        profile_if: ProfileIf | None,
     ) -> None:
         self.whole = whole
         self.rows = rows
         self._profile_of = profile_of
         self._seconds_each = seconds_each
         self._runs_twice = runs_twice
+        self._profile_if = profile_if
         self._parts: dict[int, Profile] = {}
         self.failed: set[int] = set()
 
@@ -181,6 +195,24 @@ class _MeasuredSizes:
         # What fails on few rows does so on a single one, and the smallest micro-batch may have one row less.
         if size in self._parts and self.rows // number == 1 < size:
             self._add_size(1)
+
+    def add_halves(self, is_worth: IsWorth) -> bool:
+        """Profiles the larger half, where ``is_worth`` says so of the seconds of both; tells whether it did."""
+        size = largest_rows(self.rows, 2)
+        if self._profile_if is None:
+            self.add(2)
+            return True
+        again = self.whole.forward_seconds if self._runs_twice else 0.0
+        try:
+            found = self._profile_if(
+                size, lambda seconds: is_worth(again + seconds * self.rows / size + 2 * self._seconds_each)
+            )
+        except TooFewRowsError:
+            self.failed.add(size)
+            return True
+        if found is not None:
+            self._parts[size] = found
+        return found is not None
 
     def _add_size(self, size: int) -> None:
         if size in self._parts or size in self.failed:
@@ -222,7 +254,8 @@ class _NumberSearch:
         Raises:
             BudgetError: the budget cannot be met, whatever the number.
         """
-        if self._is_fast_in_one_piece():
+        # A step that fits needs none of this.
+        if self._measured.rows == 1 or self._measured.whole.peak <= self._budget:
             self._limit = 1
         else:
             self._measure_first()
@@ -250,32 +283,34 @@ class _NumberSearch:
         """Micro-batches at the most."""
         return min(self._limit, self._measured.most)
 
-    def _is_fast_in_one_piece(self) -> bool:
-        """Whether the step fits, or has a plan that costs so little that no cut is worth it."""
-        whole = self._measured.whole
-        if self._measured.rows == 1 or whole.peak <= self._budget:
-            return True
-        candidate = candidate_of(self._profiles, 1, self._budget)
-        # A cut step takes no less than one in one piece without a plan, up to what is the same for sure. The search for
-        # a plan takes seconds where much must go, and the bound tells sooner that it costs more.
-        enough = whole.step_seconds * (1.0 + self._margin)
-        if candidate.least > enough:
-            return False
-        try:
-            plan = self._plan(candidate)
-        except BudgetError:
-            return False
-        return candidate.seconds_with(plan) <= enough
-
     def _measure_first(self) -> None:
         """Runs the largest micro-batch that may fit without a plan; what lies between it and the whole is on lines."""
-        self._measure(least_number(self._measured.whole, self._measured.rows, self._budget_of))
+        number = least_number(self._measured.whole, self._measured.rows, self._budget_of)
+        # With halves that fit as they are there is nothing between them and the plan of one piece, and further cuts
+        # take longer: one that is slower than that plan needs no more of a profile than its time.
+        if number == 2 and not self._measured.add_halves(self._is_faster_than_one_piece):
+            self._limit = 1
+            return
+        self._measure(number)
         if not self._measured.are_none:
             return
         # It fails on so few rows. A half and a quarter are most likely to run, of which lines lead to all others.
         for number in (2, 4):
             if number <= self._measured.rows:
                 self._measure(number)
+
+    def _is_faster_than_one_piece(self, seconds: float) -> bool:
+        """Whether a cut step of so many seconds may be chosen beside one piece with its plan."""
+        candidate = candidate_of(self._profiles, 1, self._budget)
+        cut = seconds * (1.0 + self._margin)
+        # The plan is searched for where the bound does not tell.
+        if cut < candidate.least:
+            return True
+        try:
+            plan = self._plan(candidate)
+        except BudgetError:
+            return True
+        return cut < candidate.seconds_with(plan)
 
     def _equal_and_as_fast(self, choice: MicroBatchChoice) -> Candidate | None:
         """Fewer micro-batches of one size, where they were not run and take no longer, for all that is sure.

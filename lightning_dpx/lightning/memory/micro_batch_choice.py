@@ -9,6 +9,7 @@ The rehearsal of micro-batches is that of replicas: slices of unequal size besid
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,8 @@ from lightning_dpx.lightning.memory.profiling import (
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.memory.micro_batches import TooFewRowsError
 from lightning_dpx.memory.profile import timing_effort
+from lightning_dpx.memory.profile.data import IsWorth
+from lightning_dpx.memory.profile.profiler import NotWorthProfilingError
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
 if TYPE_CHECKING:
@@ -169,7 +172,14 @@ class MicroBatchChooser:
         cache = session.strategy.planning.cache
         failed = list[str]()  # steps on fewer rows
 
-        def profile_of(count: int, /, *, accumulates: bool) -> Profile:
+        def key_of(part: BatchSlice, accumulates: bool, *others: Any) -> str:
+            if not cache.is_on:
+                return ""
+            counts = counts_gradients and not accumulates
+            known = (device,), part.num_rows, [part.num_rows], (), accumulates, counts, *others
+            return key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *known)
+
+        def profile_of(count: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
             accumulates |= finds_gradients
             known = self.tried.get((count, accumulates))
             if known is not None:  # of another device, whose plan may have another limit
@@ -179,17 +189,13 @@ class MicroBatchChooser:
             def profiled() -> list[list[Profile]]:
                 announce_profile(count, device)
                 try:
-                    parts = -(-rows // count)
-                    profile = profile_slice(
-                        replicas,
-                        part,
-                        run,
-                        device,
+                    profile = partial(
+                        profile_slice,
                         accumulates=accumulates,
                         counts_gradients=counts_gradients,
-                        parts=parts,
+                        parts=-(-rows // count),
                     )
-                    return [[profile]]
+                    return [[profile(replicas, part, run, device, is_worth=is_worth)]]
                 # These keep their type, by which callers tell them apart.
                 except (DPXError, torch.OutOfMemoryError):
                     raise
@@ -201,14 +207,29 @@ class MicroBatchChooser:
                     failed.append(why.partition("\n")[0])
                     raise TooFewRowsError(failed[-1]) from error
 
-            key = ""
-            if cache.is_on:
-                others = (device,), count, [count], (), accumulates, counts_gradients and not accumulates
-                key = key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *others)
             # No other process is asked: with several of them nothing is chosen.
-            profile = cache.profiles([key], profiled, bool, devices=[[device]])[0][0]
+            profile = cache.profiles([key_of(part, accumulates)], profiled, bool, devices=[[device]])[0][0]
             self.tried[count, accumulates] = profile
             return profile
+
+        def profile_if(count: int, is_worth: IsWorth) -> Profile | None:
+            found = list[Profile]()
+
+            def timed() -> list[list[Profile]]:
+                try:
+                    found.append(profile_of(count, accumulates=True, is_worth=is_worth))
+                    seconds = found[0].step_seconds
+                except NotWorthProfilingError as error:
+                    seconds = error.seconds
+                return [[Profile((), (), (), (), 0, step_seconds=seconds)]]
+
+            # Times are kept under a key of their own: no other run is to take one for a profile, and the second run of
+            # a job needs nothing else to decide alike.
+            part = BatchSlice(batch_slice.replica, count, batch_of(count))
+            time = cache.profiles([key_of(part, True, "seconds")], timed, bool, devices=[[device]])[0][0]
+            if not is_worth(time.step_seconds):
+                return None
+            return found[0] if found else profile_of(count, accumulates=True)
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(replicas.root.module, profile, planner, budget)
@@ -224,6 +245,7 @@ class MicroBatchChooser:
                 # A difference below what predictions are sure of is no reason to cut a step.
                 margin=timing_effort.uncertainty(),
                 runs_twice=session.end_hook("training_step") is not None,
+                profile_if=profile_if,
             )
         except BudgetError as error:
             for why in failed[-1:]:

@@ -28,6 +28,7 @@ from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
 from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.memory.profile.profiler import FreshForward, Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
@@ -112,6 +113,7 @@ def profile_slice(
     counts_gradients: bool = False,
     parts: int = 1,
     by_forward: bool = False,
+    is_worth: IsWorth | None = None,
 ) -> Profile:
     """A step on ``batch_slice``, run by a shadow module; extrapolated from fewer rows where all do not fit.
 
@@ -124,9 +126,11 @@ def profile_slice(
         counts_gradients: As :func:`profile_step` takes it; not where gradients are added.
         parts: Of so many such slices a replica's rows will consist.
         by_forward: Whether a step by hand that runs no backward is profiled as a forward.
+        is_worth: As :func:`profile_step` takes it.
 
     Raises:
         NoLossError: there is nothing to plan from yet.
+        NotWorthProfilingError: ``is_worth`` says no.
         PlanError: the step cannot be planned for, or does not fit and too few rows do to extrapolate from.
     """
     noted = trial_noted(batch_slice.replica.index, batch_slice.replica.device, "training_step", _PURPOSE)
@@ -139,6 +143,7 @@ def profile_slice(
         counts_gradients=counts_gradients and not accumulates,
         parts=parts,
         by_forward=by_forward,
+        is_worth=is_worth,
     )
     with noted, TRIAL_GARBAGE.freed():
         return profiler.profile()
@@ -156,6 +161,7 @@ class _SliceProfiler:
     counts_gradients: bool
     parts: int
     by_forward: bool
+    is_worth: IsWorth | None
 
     def profile(self) -> Profile:
         """The step on all rows, or if need be from steps on fewer.
@@ -164,14 +170,14 @@ class _SliceProfiler:
             PlanError: it cannot be had from either.
         """
         try:
-            return self._on_rows(self.batch_slice.batch, self.batch_slice.num_rows)
+            return self._on_rows(self.batch_slice.batch, self.batch_slice.num_rows, self.is_worth)
         # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         free_garbage()  # a shadow module and its gradients are in reference cycles
         return self._from_fewer_rows()
 
-    def _on_rows(self, batch: Any, rows: int) -> Profile:
+    def _on_rows(self, batch: Any, rows: int, is_worth: IsWorth | None = None) -> Profile:
         shadow = _shadow_of(self.replicas, self.batch_slice)
         end = _EndOfSlice(self.replicas, shadow, self.parts)
         # The real step must draw what it would have drawn without a profile.
@@ -183,6 +189,7 @@ class _SliceProfiler:
                 costs=_costs_of(self.device, rows, self.batch_slice.num_rows),
                 accumulates=self.accumulates,
                 counts_gradients=self.counts_gradients,
+                is_worth=is_worth,
             )
         runs_none = profile.peak and not profile.requests and not backwards.have_run
         if runs_none and not shadow.automatic_optimization and not self.by_forward:

@@ -1,10 +1,13 @@
 """What is known of a profiled step: numbers and names only, which is all that planners see."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 # The plan cache writes these classes to disk as lists of their fields, and reads them back by
 # position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
+
+
+IsWorth = Callable[[float], bool]  # whether a step that takes so many seconds is worth a profile
 
 
 @dataclass(frozen=True, slots=True)

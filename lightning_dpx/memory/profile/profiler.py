@@ -36,7 +36,7 @@ from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.bookkeeping_in_step import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
-from lightning_dpx.memory.profile.data import Profile, SavedStorage
+from lightning_dpx.memory.profile.data import IsWorth, Profile, SavedStorage
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
 from lightning_dpx.memory.profile.lifetimes import AsksItselfError, Lifetimes, natural_lifetimes
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
@@ -50,6 +50,18 @@ from lightning_dpx.torch_compat import disable_current_modes
 
 Run = Callable[[], torch.Tensor | None]
 _NO_LOSS = "There is nothing to plan: the loss does not depend on any parameter that requires grad."
+
+
+class NotWorthProfilingError(PlanError):
+    """A step was timed, and takes too long for anything else of it to matter.
+
+    Args:
+        seconds: That it takes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"A step takes {seconds:.3g} s, which is too long to be planned for.")
+        self.seconds = seconds
 
 
 class _Every:
@@ -70,6 +82,7 @@ def profile_step(
     costs: CostModel | None = None,
     accumulates: bool = False,
     counts_gradients: bool = False,
+    is_worth: IsWorth | None = None,
 ) -> Profile:
     """Runs a step and tells what it saved; parameters, gradients, buffers and random generators stay as they were.
 
@@ -85,8 +98,10 @@ def profile_step(
             that is there at the same time. Unless given, those have that have one now.
         counts_gradients: Whether new gradients of parameters count as activations do, from when backward makes them to
             the end of the step; those of trained parameters that it makes none for count all the time.
+        is_worth: Asked with the seconds of the step, where it is timed, before anything else is found out.
 
     Raises:
+        NotWorthProfilingError: ``is_worth`` says no. There is no profile of it then that anything could keep.
         PlanError: the step leads to no backward.
     """
     # Hooks inside a compiled part would be compiled with it, so nothing in there gets a name: such
@@ -101,6 +116,7 @@ def profile_step(
         costs=costs or CostModel(device),
         accumulates=accumulates,
         counts_gradients=counts_gradients,
+        is_worth=is_worth,
     )
     # The garbage collector would search all that is watched, again and again, for a third of the time.
     with COLLECTOR.resting(), autocast.suspended():
@@ -122,6 +138,7 @@ class _Step:
     costs: CostModel
     accumulates: bool
     counts_gradients: bool
+    is_worth: IsWorth | None
 
     @property
     def forward(self) -> "FreshForward":
@@ -168,6 +185,8 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         at("timing steps")
         with uncompiled(), torch.enable_grad():
             times = timer.least(step.forward, step.backward)
+        if step.is_worth is not None and not step.is_worth(times[0]):
+            raise NotWorthProfilingError(times[0])
     accumulates = step.finds_gradients  # the steps below leave some
     profile = _watched(step)
     if compiled:

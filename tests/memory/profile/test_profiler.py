@@ -3,11 +3,13 @@
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_dpx.memory import profile_module, profile_step
 from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.profiler import NotWorthProfilingError
 
 
 class _Doubled(nn.Module):
@@ -28,6 +30,30 @@ def test_a_value_that_nobody_saves_is_asked_for_twice_by_one_operator() -> None:
     (total,) = [value for value in profile.values if value.operator == "AddBackward0"]
     assert not total.refused
     assert len(total.inputs) == 2
+
+
+def test_a_step_that_takes_too_long_is_timed_and_leaves_no_profile() -> None:
+    module = _Doubled()
+    rows = torch.randn(32, 64)
+    told: list[float] = []
+    runs: list[int] = []
+
+    def run() -> Tensor:
+        runs.append(1)
+        loss: Tensor = module(rows).sum()
+        return loss
+
+    def is_worth(seconds: float) -> bool:
+        told.append(seconds)
+        return len(told) > 1
+
+    with pytest.raises(NotWorthProfilingError) as refused:
+        profile_step(module, run, torch.device("cpu"), is_worth=is_worth)
+    timed = len(runs)
+    assert told == [refused.value.seconds]
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert profile_step(module, run, torch.device("cpu"), is_worth=is_worth).peak
+    assert len(runs) > 2 * timed
 
 
 class Alternating(nn.Module):
