@@ -182,7 +182,8 @@ class ProfilesByRows:
 
 def _peak_when_adding(whole: Profile) -> int:
     """Bytes of a step in one piece at the most, if its backward found gradients, as that of a micro-batch does."""
-    return max(whole.peak, *(whole.curve[event] + more for event, more in whole.adding), 0)
+    more = dict(whole.adding)
+    return max((size + more.get(event, 0) for event, size in enumerate(whole.curve)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +247,10 @@ def least_number(whole: Profile, rows: int, budget_of: Callable[[int], int]) -> 
     What does not grow with the rows makes more of them necessary, and never fewer.
     """
     numbers = numbers_worth_trying(rows)
+    # New gradients that count in one piece are those of earlier micro-batches in parts, and in their budgets.
+    peak = min(whole.peak, _peak_when_adding(whole))
     for number in numbers:
-        if whole.peak * largest_rows(rows, number) <= budget_of(number) * rows:
+        if peak * largest_rows(rows, number) <= budget_of(number) * rows:
             return number
     return numbers[-1]
 

@@ -247,7 +247,8 @@ class Profile:
         units: Paths of the sharded parts within which values are made again, with spaces between.
         codes: Calls of compiled parts.
         adding: Events at which more would be there if backward found gradients on parameters that have none, and added
-            new ones to them; and how many bytes more. Empty for a step that finds them.
+            new ones to them; and how many bytes more, or less where the curve counts new gradients. Empty for a step
+            that finds them.
         called: How often each module is called with gradients, by path; empty where calls were not counted.
     """
 

@@ -414,10 +414,13 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
     calls, holds = ((), ()) if course.asks_itself or saves else hooks.calls_of(end)
     codes = () if course.asks_itself or saves else hooks.calls.compiled()
     curve = tuple(trace.passing(gradients.allocations)[:end])
-    # What would come on top if gradients were there already is known of steps that count none.
-    adding = () if step.counts_gradients else tuple(gradients.adding(curve))
+    adding = dict(gradients.adding(curve))
     if step.counts_gradients:
+        apart = curve
         curve = gradients.counted(end, costs.device)
+        # Beside gradients that are there already, new ones are activations only until they are added to them.
+        changes = ((event, size - curve[event] + adding.get(event, 0)) for event, size in enumerate(apart))
+        adding = {event: change for event, change in changes if change}
     last_use = partial(lifetimes.last_use, num_operators=course.forward_operators)
     return Profile(
         values=tuple(hooks.found.values),
@@ -435,7 +438,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         calls=calls,
         holds=holds,
         codes=codes,
-        adding=adding,
+        adding=tuple(adding.items()),
         called=tuple(sorted(counts.found.pop())),
     )
 
