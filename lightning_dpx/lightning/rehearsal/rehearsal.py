@@ -489,13 +489,14 @@ class Rehearsal:
 
         Raises:
             SlicesFail: they do.
+            NotRehearsed: this is a look beside what a rehearsal has found, which stands.
         """
         if isinstance(failure, torch.OutOfMemoryError):
             raise failure
         # A look says nothing of what it could not run. But results that were put together in other batches, and by no
         # rule any more, are what it was for.
         if self._looks_again and not isinstance(failure, GatherError):
-            raise failure
+            raise NotRehearsed(in_one_line(failure)) from None
         # A few rows may be too few for a slice; those of the batch are what the run will have.
         if sizes != self._rows.real_sizes and not self._looks_again:
             return self._on_real_rows()
