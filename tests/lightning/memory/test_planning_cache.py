@@ -109,7 +109,7 @@ class SlowOnFewer(Tower):
     """Takes several times as long on a part of its rows."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if len(batch[0]) < 256:
+        if len(batch[0]) < 1024:
             small = torch.ones(64, 64)
             for _ in range(2000):
                 small @ small
@@ -120,15 +120,15 @@ def test_a_time_of_micro_batches_is_no_profile_of_them_for_later_runs(
     caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIGHTNING_DPX_TIMING", "full")  # else every plan of one piece is as fast as any cut
-    options = {"kind": SlowOnFewer, "memory_budget": 3_900_000 + BATCH}
+    options = {"kind": SlowOnFewer, "rows": 1024, "memory_budget": 8_000_000 + 4 * BATCH}
     said, _state = fit(caplog, **options)
-    assert "profiles a step on 128 rows" in said
+    assert "profiles a step on 512 rows" in said
     assert "micro-batches of" not in said
     again, _state = fit(caplog, **options)
     assert "profiles a step" not in again, "the time is known, and decides as before"
     cut, _state = fit(caplog, planner=KeepsAll(), **options)  # which has no plan of one piece
-    assert "profiles a step on 128 rows" in cut
-    assert "2 micro-batches of 128 rows" in cut
+    assert "profiles a step on 512 rows" in cut
+    assert "2 micro-batches of 512 rows" in cut
 
 
 def test_so_it_does_where_the_budget_is_what_happens_to_be_free(
