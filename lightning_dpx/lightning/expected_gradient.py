@@ -7,7 +7,7 @@ expected here is made good if it turns out otherwise; only what is certain is re
 import inspect
 import itertools
 from collections.abc import Sequence
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from lightning_dpx.lightning.gradient_hooks import has_hooks
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule
 from lightning_dpx.lightning.lightning_compat import skips_backward
-from lightning_dpx.python_objects.origin import is_library, runs_steps
+from lightning_dpx.lightning.transfers import TRANSFER_HOOKS
+from lightning_dpx.python_objects.origin import is_installed, is_library, runs_steps
 from lightning_dpx.replicas import ExpectedGradient
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _OF_BACKWARD = frozenset({"backward", "on_before_backward"})
 _OF_ZEROING = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
+# Of what LightningModule has beside nn.Module, what is called when the last step's gradients may be gone.
+_WITHIN_STEPS = frozenset({"training_step", "on_before_batch_transfer", *TRANSFER_HOOKS})
 
 
 def names_gradients(module: LightningModule) -> bool:
@@ -36,17 +39,37 @@ def names_gradients(module: LightningModule) -> bool:
         for name, value in vars(kind).items():
             # What LightningModule has beside nn.Module are hooks; those that run within a step are
             # asked about one by one, in has_hooks().
-            is_hook = name != "training_step" and hasattr(LightningModule, name) and not hasattr(Module, name)
-            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
-            if code is not None and not is_hook and _names_grad(code):
+            is_hook = hasattr(LightningModule, name) and not hasattr(Module, name) and name not in _WITHIN_STEPS
+            if not is_hook and _may_read(value.fget if isinstance(value, property) else value, set()):
                 return True
+    return False
+
+
+def _may_read(function: Any, seen: set[int]) -> bool:
+    """Whether a function, or one that it names and that is none of a library's, says ``grad``."""
+    function = inspect.unwrap(function) if callable(function) else function
+    code = getattr(function, "__code__", None)
+    if code is None or id(code) in seen:
+        return False
+    seen.add(id(code))
+    if _names_grad(code):
+        return True
+    known = getattr(function, "__globals__", {})
+    for name in code.co_names:
+        other = known.get(name)
+        if not isinstance(other, FunctionType):
+            continue
+        # Of a library's only itself: what it calls has nothing to do with a user's parameters, as a rule.
+        inner = getattr(inspect.unwrap(other), "__code__", None)
+        if inner is not None and (_names_grad(inner) if is_installed(other.__module__) else _may_read(other, seen)):
+            return True
     return False
 
 
 def _names_grad(code: CodeType) -> bool:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    # Names of attributes are in the bytecode, so no source is needed.
-    return "grad" in code.co_names or any(map(_names_grad, inner))
+    # Names of attributes are in the bytecode, so no source is needed; those that getattr takes are constants.
+    return "grad" in code.co_names or "grad" in code.co_consts or any(map(_names_grad, inner))
 
 
 def zeroes_unseen(module: LightningModule, callbacks: Sequence[Callback], optimizers: Sequence[Any]) -> bool:

@@ -5,22 +5,34 @@ where a plain loop with ``zero_grad`` at its start has none. Freed earlier, they
 end of the forward, where most of these are there, no gradient is, and as gradients come, activations go.
 """
 
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from lightning_dpx.lightning.expected_gradient import LossGradient
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
-from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients
+from lightning_dpx.lightning.memory.profiling import Step, keeps_earlier_gradients, run_once
+from lightning_dpx.memory.execute.module_calls import compiled_parts
+from lightning_dpx.replicas import BatchSlice
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
+
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def may_free_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether nothing sees the gradients of a step between its update and where Lightning sets them to ``None``.
 
-    Of all parameters that are trained: what no optimizer has, keeps its gradients.
+    Of all parameters that are trained: what no optimizer has, keeps its gradients. Optimizers that are not torch's may
+    take a step several times and hold on to what each has given, and so does L-BFGS. What compiled code takes is
+    measured beside gradients that are there.
     """
-    if not module.automatic_optimization or keeps_earlier_gradients(trainer, module):
+    if not module.automatic_optimization or keeps_earlier_gradients(trainer, module) or compiled_parts(module):
+        return False
+    if not all(map(_steps_once, trainer.strategy.optimizers)):
         return False
     optimized: set[int] = set()
     for optimizer in trainer.strategy.optimizers:
@@ -28,6 +40,25 @@ def may_free_gradients(trainer: Trainer, module: LightningModule) -> bool:
             optimized.update(map(id, group["params"]))
     # One that is left out would be counted where it comes in the first step, and is there all through the next.
     return all(id(parameter) in optimized for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _steps_once(optimizer: Any) -> bool:
+    """Whether every update of an optimizer takes one training step."""
+    home: str = inspect.unwrap(type(optimizer).step).__module__
+    return home.startswith("torch.optim.") and home != "torch.optim.lbfgs"
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whether code asks a parameter for its gradient, by whatever name."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Each access makes a new object for the function, and all of them are equal.
+        if func == _GRADIENT and args[0].is_leaf and args[0].requires_grad:
+            self.any = True
+        return func(*args, **(kwargs or {}))
 
 
 class FreedGradients:
@@ -40,16 +71,44 @@ class FreedGradients:
     def __init__(self, session: "Session") -> None:
         self._session = session
         self._gradient: LossGradient | None = None
+        self._are_read: bool | None = None  # not known before a step was looked at
+        self._accumulates = 0
+
+    def look(self, batch_slice: BatchSlice, run: Step) -> None:
+        """Before the first plan: runs the step once, by a shadow, to see whether it asks for gradients.
+
+        Names in the code of a module do not tell it all: other objects may ask, such as what balances losses.
+        """
+        if self._are_read is not None or not self.are_freed:
+            return
+        reads = _Reads()
+
+        def watched(module: Any, rows: Any, num_rows: int) -> Any:
+            with reads:
+                return run(module, rows, num_rows)
+
+        # Until it has come to its end, nothing is freed.
+        self._are_read = True
+        run_once(self._session.replicas, batch_slice, watched)
+        self._are_read = reads.any
+
+    def accumulation_changes(self) -> bool:
+        """Whether gradients are added up over another number of batches than in the step before."""
+        before = self._accumulates
+        self._accumulates = self._session.trainer.accumulate_grad_batches
+        return before not in (0, self._accumulates)
 
     @property
     def are_freed(self) -> bool:
         """Whether every step of now on that begins a window of accumulation finds none."""
         session = self._session
-        return self._is_alone() and may_free_gradients(session.trainer, session.module)
+        if self._are_read or not self._is_alone():
+            return False
+        return may_free_gradients(session.trainer, session.module)
 
     def free(self) -> None:
         """Before a step: frees what Lightning would set to ``None`` in it, and nothing sees until then."""
-        if not self._is_alone() or not self._session.module.automatic_optimization:
+        if self._are_read is not False or not self._is_alone() or not self._session.module.automatic_optimization:
             return
         if self._gradient is None:  # it looks through all classes of the module
             self._gradient = LossGradient(self._session)

@@ -202,6 +202,18 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         return True
 
+    def expect_other_gradients(self) -> None:
+        """Gradients are added up in another way from here on: what was profiled for is no step of the run any more."""
+        self._shapes = KnownShapes()
+        self._other_steps = OtherSteps()
+        self._joint_calls.forget_steps()
+        self.devices.forget_decisions()
+
+    def keep_plan_for(self, slices: Sequence[BatchSlice]) -> None:
+        """No other plan is looked for: slices that are no larger than these follow the one that there is."""
+        for batch_slice in slices:
+            self._shapes.add(batch_slice.batch)
+
     def is_open(self, replicas: ReplicaSet, slices: Sequence[BatchSlice]) -> bool:
         """Whether these slices need a plan of their own: the first ones, or larger than any known one in some dim.
 

@@ -180,6 +180,7 @@ class StepMemory(NoStepMemory):
         replicas.python_state.share()  # as the step itself would begin: every replica is profiled as it is by then
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(StepInput(slices, args, kwargs), peeked)
+            self._freed_gradients.look(slices[0], run)
             static = self._static_memory(slices)
             numbers = chooser.numbers(
                 slices,
@@ -262,10 +263,23 @@ class StepMemory(NoStepMemory):
         # Shifts first: a plan is made for the parts that each device has by then.
         if self._shifts_open:
             self._shift_what_does_not_fit(self._step)
+        accumulates_otherwise = self._freed_gradients.accumulation_changes()
+        if accumulates_otherwise:
+            self._planning.expect_other_gradients()
         if self._needs_plan(slices):
             # As the step itself would begin, so that a profile takes the same branches.
             self._session.replicas.python_state.share()
-            self._plan(self._step)
+            try:
+                self._plan(self._step)
+            except BudgetError as error:
+                if not accumulates_otherwise:
+                    raise
+                # A run that has trained is not ended by that.
+                self._planning.keep_plan_for(slices)
+                rank_zero_warn(
+                    "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
+                    f"{self._planning.budgets.option}: {error}"
+                )
         self._planning.plan_joint_calls(self._session.replicas, slices, self._static_memory)
         self._planning.confirm(self._session.replicas, slices, self._static_memory)
         self._planning.begin_step()
@@ -424,6 +438,7 @@ class StepMemory(NoStepMemory):
         )
         with iterators_peeked(replicas.root.module) as peeked:
             run = self._tried_step(step, peeked)
+            self._freed_gradients.look(step.slices[0], run)
             self._planning.decide(replicas, step.slices, run, self._static_memory, source=source)
         self._micro_batches.say_why_whole(self._planning.plans.values())
         self._tell_of_update(step.slices)
