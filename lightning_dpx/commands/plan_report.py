@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_dpx.commands.plan_table import heads_of_table, lines_on_cuts, rows_of_table, unit_of_figures
+from lightning_dpx.commands.plan_table import heads_of_table, notes_below, rows_of_table, unit_of_figures
 from lightning_dpx.commands.plan_times import section_of
 from lightning_dpx.commands.progress import progress
 from lightning_dpx.errors import BudgetError
@@ -42,7 +42,7 @@ def write_report(found: DryRun, path: Path, machines: Machines | None = None) ->
             heads_of_table(found),
             rows_of_table(found),
             [devices],
-            printed="\n".join(lines_on_cuts(found)),
+            printed="\n".join(notes_below(found)),
         ),
     ]
     tightest = found.tightest

@@ -17,6 +17,9 @@ HEADS = (
     "peak", "budget", "extra time", "fits",
 )  # fmt: skip
 _MOST_ROWS = 8  # of the table; where there are more devices, equal ones share a row
+_GRADIENTS_COME = (
+    "Gradients count among activations, from when the backward makes them: those of the step before are freed."
+)
 CHECKED_BY_A_RUN = "Whether micro-batches give what one device gives is checked before the first step of a run."
 
 
@@ -25,7 +28,7 @@ def format_dry_run(found: DryRun) -> str:
     unit, _ = unit_of_figures(found)
     how = f" {found.basis}" if found.basis else ""
     table = format_rows(f"a training step, in {unit}, predicted{how}:", heads_of_table(found), rows_of_table(found))
-    table = "\n".join([table, *lines_on_cuts(found)])
+    table = "\n".join([table, *notes_below(found)])
     tightest = found.tightest
     if tightest is None or tightest.plan is None or tightest.plan.keeps_all:
         return table
@@ -52,8 +55,8 @@ def rows_of_table(found: DryRun) -> list[list[str]]:
         sizes = [one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs]
         if _communicates(found):
             sizes.append(one.communication)
-        sizes.append(one.unplanned_activations)
-        planned = one.planned_activations
+        sizes.append(one.unplanned)
+        planned = None if one.plan is None else one.plan.peak
         rows.append(
             [
                 *(one.device, str(one.rows), *(f"{size / unit:.1f}" for size in sizes)),
@@ -86,8 +89,8 @@ def _micro_batches(one: DeviceForecast) -> str:
     return f"{one.plan.micro_batches} x {one.plan.micro_batch_rows}"
 
 
-def lines_on_cuts(found: DryRun) -> list[str]:
-    """A sentence for every device whose slice is cut."""
+def notes_below(found: DryRun) -> list[str]:
+    """A sentence for every device whose slice is cut, and what the figures of gradients are."""
     lines = []
     for one in found.forecasts:
         if one.plan is not None and one.plan.micro_batches > 1:
@@ -95,6 +98,8 @@ def lines_on_cuts(found: DryRun) -> list[str]:
             lines.append(f"{one.device}: {describe_cut(one.plan)}, {peak}")
     if lines:
         lines.append(CHECKED_BY_A_RUN)
+    if any(one.counted for one in found.forecasts):
+        lines.append(_GRADIENTS_COME)
     return lines
 
 

@@ -72,6 +72,7 @@ class FreedGradients:
         self._session = session
         self._gradient: LossGradient | None = None
         self._are_read: bool | None = None  # not known before a step was looked at
+        self._has_failed = False  # as it was
         self._accumulates = 0
 
     def look(self, batch_slice: BatchSlice, run: Step) -> None:
@@ -79,6 +80,8 @@ class FreedGradients:
 
         Names in the code of a module do not tell it all: other objects may ask, such as what balances losses.
         """
+        if self._has_failed:
+            self._are_read = None
         if self._are_read is not None or not self.are_freed:
             return
         reads = _Reads()
@@ -89,8 +92,13 @@ class FreedGradients:
 
         # Until it has come to its end, nothing is freed.
         self._are_read = True
-        run_once(self._session.replicas, batch_slice, watched)
-        self._are_read = reads.any
+        try:
+            run_once(self._session.replicas, batch_slice, watched)
+            self._has_failed = False
+        except Exception:  # noqa: BLE001  a step without a loss, say: the profile that follows has more to say of it
+            self._has_failed = True
+        else:
+            self._are_read = reads.any
 
     def accumulation_changes(self) -> bool:
         """Whether gradients are added up over another number of batches than in the step before."""

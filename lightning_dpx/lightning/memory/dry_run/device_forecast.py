@@ -34,8 +34,8 @@ class DeviceForecast:
         smallest: The least that the device can do with in all; 0 if it was not asked for.
         communication: What processes need to share parameters and gradients: buckets of DDP, and with FSDP2 what is
             there at the peak beside activations, such as whole parameters.
-        counted: Of the gradients, bytes that come within the step and are in ``unplanned`` and in the peak of the plan
-            as well: they are not there when activations are at their peak.
+        counted: Bytes of gradients that are counted among activations, from when the backward makes them, and not among
+            ``gradients``, which are there all the time.
     """
 
     device: str
@@ -54,21 +54,9 @@ class DeviceForecast:
 
     @property
     def static(self) -> int:
-        """Everything but activations, and but the gradients that are counted with them."""
+        """Everything but activations, and but the gradients that are counted among them."""
         held = self.parameters + self.gradients + self.optimizer + self.buffers
-        return held + self.inputs + self.communication - self.counted
-
-    @property
-    def unplanned_activations(self) -> int:
-        """What activations take beside all gradients, if all are kept."""
-        return self.unplanned - self.counted
-
-    @property
-    def planned_activations(self) -> int | None:
-        """The same with the plan; ``None`` where that is not known."""
-        if self.plan is None or self.plan.peak is None:
-            return None
-        return self.plan.peak - self.counted
+        return held + self.inputs + self.communication
 
     @property
     def peak(self) -> int:
@@ -93,7 +81,7 @@ def forecast_device(
 ) -> DeviceForecast:
     budget = settings.budget
     counted = static["counted"]
-    held = sum(size for kind, size in static.items() if kind != "counted") - counted
+    held = sum(static.values()) - counted
     allowed = budget[device] if isinstance(budget, Mapping) else budget
     # Of the step in one piece, with which the user compares what micro-batches or a plan save.
     unplanned = planner.whole.peak
@@ -110,7 +98,7 @@ def forecast_device(
         return DeviceForecast(**common, plan=None, smallest=smallest)  # type: ignore[arg-type]
     # Known only now: a step that stays in one piece keeps no earlier gradients aside, and has its buffers once.
     if plan is not None and plan.micro_batches > 1:
-        common["gradients"] = static["gradients"] + planner.beside.gradients - counted
+        common["gradients"] = static["gradients"] + planner.beside.gradients
         common["counted"] = 0  # those of the first micro-batch are there all through the others
         common["unplanned"] = unplanned - counted
         common["buffers"] = static["buffers"] + plan.micro_batches * planner.beside.buffers
@@ -143,11 +131,11 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
         found.append(
             {
                 "parameters": sum(parameter.nbytes for parameter in parameters),
-                "gradients": all_gradients + arriving,
+                "gradients": all_gradients + arriving - counted,
                 "optimizer": states * owned,
                 "buffers": sum(buffer.nbytes for buffer in module.buffers()),
                 "communication": all_gradients if settings.keeps_buckets else 0,
-                # Not a further kind: it says how the gradients are to be counted.
+                # They come within the step, and are no part of what is there all the time.
                 "counted": counted,
             }
         )
