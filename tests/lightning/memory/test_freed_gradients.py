@@ -212,6 +212,28 @@ def test_gradients_are_counted_where_they_come_unless_something_needs_them(
         assert watch.found == [0] * len(watch.found)
 
 
+class AddsUpFromNowOn(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.accumulate_grad_batches = 2
+
+
+def test_gradients_that_add_up_from_some_batch_on_are_planned_for_from_there() -> None:
+    budget = 4 * WEIGHTS
+    watch = Watch()
+    ours = fit(Stack, [AddsUpFromNowOn(), watch], budget=budget)
+    assert_equal(ours.state_dict(), fit(Stack, [AddsUpFromNowOn()]).state_dict(), bitwise=True)
+    held = [budget - (room or 0) - 256 * WIDTH * 4 for room in watch.rooms]
+    assert held == pytest.approx([WEIGHTS, WEIGHTS, 2 * WEIGHTS, 2 * WEIGHTS], abs=MARGIN)
+
+
+def test_a_run_that_has_trained_goes_on_where_no_plan_holds_gradients_that_add_up() -> None:
+    budget = 2 * WEIGHTS + 64 * WIDTH * 4 + 8 * MARGIN
+    with pytest.warns(UserWarning, match="accumulate_grad_batches has changed since memory was planned, so steps may"):
+        ours = fit(Stack, [AddsUpFromNowOn()], budget=budget, rows=64)
+    assert_equal(ours.state_dict(), fit(Stack, [AddsUpFromNowOn()], rows=64).state_dict(), bitwise=True)
+
+
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 @pytest.mark.parametrize("share", [0.95, 0.9])
 def test_the_device_takes_what_the_budget_allows(share: float, sim: Any) -> None:
