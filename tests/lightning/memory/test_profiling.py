@@ -113,7 +113,7 @@ def peak_of_fit(sim: Any, refusals: int = 0, **options: Any) -> int:
 def test_a_plan_from_fewer_rows_is_for_the_values_of_all(share: float, sim: Any, caplog: Any) -> None:
     before = sim.memory_allocated(0)
     budget = before + int(share * (peak_of_fit(sim) - before))
-    assert peak_of_fit(sim, 1, memory_budget=budget, plan_cache=False) <= budget
+    assert peak_of_fit(sim, 2, memory_budget=budget, plan_cache=False) <= budget
     assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
     assert "steps differ" not in caplog.text
 
@@ -131,7 +131,7 @@ def test_a_look_for_a_loss_leaves_parameters_as_they_were(sim: Any) -> None:
 def test_a_look_for_a_loss_without_room_leads_to_a_profile_of_fewer_rows(sim: Any, caplog: Any) -> None:
     before = sim.memory_allocated(0)
     budget = before + int(0.6 * (peak_of_fit(sim) - before))
-    seen = fitted(sim, 2, SkipsTheFirst, memory_budget=budget, plan_cache=False, verify="off")
+    seen = fitted(sim, 3, SkipsTheFirst, memory_budget=budget, plan_cache=False, verify="off")
     assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
     assert max(seen.found[1:]) <= budget
 
@@ -141,7 +141,7 @@ def test_a_later_run_that_has_room_for_all_rows_profiles_them(sim: Any, caplog: 
     before = sim.memory_allocated(0)
     options = {"memory_budget": before + int(0.6 * (peak_of_fit(sim) - before)), "plan_cache": str(tmp_path)}
     caplog.clear()
-    fitted(sim, 1, **options)
+    fitted(sim, 2, **options)
     assert "because all did not fit" in caplog.text
     caplog.clear()
     fitted(sim, **options)
