@@ -40,6 +40,7 @@ from lightning_dpx.replicas import (
     Replica,
     ReplicaSet,
     TwoPasses,
+    check_micro_batches,
     gather,
     join_input_gradients,
     map_leaves,
@@ -125,6 +126,7 @@ class ReplicaGroup:
         self._inputs_need_grad = inputs_need_grad
         self._input_gradients = InputGradients(adds=grad_req == "add")
         check_inputs_named(module, batch_dim)
+        check_micro_batches(micro_batches)
         self._set = ReplicaSet(
             module,
             placed,

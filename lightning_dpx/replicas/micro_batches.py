@@ -10,6 +10,7 @@ replica of its device, in which they accumulate.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import ConfigurationError
@@ -28,11 +29,21 @@ def check_micro_batches(micro_batches: object, others: str = "") -> None:
     Raises:
         ConfigurationError: neither a positive integer nor a list of them.
     """
+    for name, number in _named(micro_batches):
+        _check_number(name, number, others)
+        # Of what a user names: what is chosen, or doubled in need of memory, knows how many rows there are.
+        if number > _MOST:
+            raise ConfigurationError(
+                f"{name}={number} is not allowed; give at most {_MOST}, and no more than a device has rows{others}: "
+                "each micro-batch is a replica with submodules of its own."
+            )
+
+
+def _named(micro_batches: object) -> list[tuple[str, Any]]:
+    """The numbers in what was given, with their names for messages."""
     if isinstance(micro_batches, list | tuple):
-        for index, number in enumerate(micro_batches):
-            _check_number(f"micro_batches[{index}]", number, others)
-        return
-    _check_number("micro_batches", micro_batches, others)
+        return [(f"micro_batches[{index}]", number) for index, number in enumerate(micro_batches)]
+    return [("micro_batches", micro_batches)]
 
 
 def _check_number(name: str, number: object, others: str) -> None:
@@ -40,11 +51,6 @@ def _check_number(name: str, number: object, others: str) -> None:
         raise ConfigurationError(
             f"{name}={number!r} is not allowed; give a positive integer, or one for each device, for example 4 or "
             f"[4, 2]{others}. 1 runs every slice as it is."
-        )
-    if number > _MOST:
-        raise ConfigurationError(
-            f"{name}={number} is not allowed; give at most {_MOST}, and no more than a device has rows{others}: each "
-            "micro-batch is a replica with submodules of its own."
         )
 
 
@@ -54,7 +60,8 @@ def parse_micro_batches(micro_batches: MicroBatches, num_devices: int) -> tuple[
     Raises:
         ConfigurationError: another number of entries, or one that is no positive integer.
     """
-    check_micro_batches(micro_batches)
+    for name, number in _named(micro_batches):
+        _check_number(name, number, "")
     if not isinstance(micro_batches, Sequence):
         return (int(micro_batches),) * num_devices
     if len(micro_batches) != num_devices:

@@ -1,5 +1,6 @@
 """What slices return and cannot be put together is computed from the whole batch."""
 
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -115,3 +116,40 @@ def test_metrics_that_a_step_has_called_before_it_runs_again_count_once(executio
         trainer.predict(model, loader())
     assert model.rows.compute().shape == (24,)
     assert model.mean.weight == 24
+
+
+CALLS = ContextVar("CALLS", default=0)  # no state that a check could see, or put back
+
+
+class CheckedForEverError(BaseException):
+    """Ends a check, too, which reports any other error and goes on."""
+
+
+class KeepsInADict(Classifier):
+    """Writes to a dict in validation, of which a check does not see all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        CALLS.set(CALLS.get() + 1)
+        if CALLS.get() > 500:
+            raise CheckedForEverError
+        self.kept["ones"] = torch.ones(8, device=self.device)
+        logits = self.net(batch[0] * self.kept["ones"])
+        self.log("loss", F.cross_entropy(logits, batch[1]), batch_size=len(batch[0]))
+
+
+def test_a_batch_is_checked_once_where_more_is_expected_of_it(execution: str) -> None:
+    CALLS.set(0)
+    results = []
+    rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(rows, torch.arange(48) % 3), 12)
+    for options in ({"devices": 1}, {"devices": 3, "strategy": dpx.DPXStrategy(execution=execution)}):
+        torch.manual_seed(0)
+        model = KeepsInADict()
+        trainer = make_trainer(max_epochs=2, **options)
+        trainer.fit(model, data, data)
+        results.append(trainer.validate(model, data, verbose=False)[0]["loss"])
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
