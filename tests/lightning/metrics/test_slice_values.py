@@ -147,7 +147,7 @@ def test_a_value_that_needs_all_rows_is_waited_for() -> None:
 
 
 def test_a_budget_chooses_no_micro_batches_that_wait(sim: Any, caplog: Any) -> None:
-    own = {"memory_budget": sim.memory_allocated(0) + 575 * 2**10, "plan_cache": False}  # too little for all rows
+    own = {"memory_budget": sim.memory_allocated(0) + 552 * 2**10, "plan_cache": False}  # too little for all rows
     caplog.set_level("INFO")
     ours, _ = fitted(LogsTheMetric, strategy=dpx.DPXStrategy(**own), accelerator="sim", devices=1)
     assert re.search(r"\d micro-batches of \d+ rows", caplog.text)
