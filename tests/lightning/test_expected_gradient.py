@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_dpx.lightning.expected_gradient import LossGradient, names_gradients
 from tests.conftest import dpx, make_loader, make_trainer, seeded
@@ -68,6 +69,36 @@ class ReadsInHook(LightningModule):
 class ReadsInStep(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return [(lambda parameter: parameter.grad)(one) for one in self.parameters()]
+
+
+def norm_of(parameters: Any) -> Any:
+    return sum(one.grad.norm() for one in parameters)
+
+
+class ReadsInFunction(LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return norm_of(self.parameters())
+
+
+class ReadsByGetattr(LightningModule):
+    @property
+    def norm(self) -> Any:
+        return [getattr(one, "grad") for one in self.parameters()]  # noqa: B009  another way to say it
+
+
+class ReadsInTransfer(LightningModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch, [one.grad for one in self.parameters()]
+
+
+class ClipsByALibrary(LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return clip_grad_norm_(self.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("kind", [ReadsInFunction, ReadsByGetattr, ReadsInTransfer, ClipsByALibrary])
+def test_code_that_reads_gradients_by_way_of_something_else(kind: type[LightningModule]) -> None:
+    assert names_gradients(kind())
 
 
 def test_code_that_may_read_gradients_in_a_step() -> None:
