@@ -9,12 +9,15 @@ as few rows as may fit --a half, and slower than the plan of one piece?--> one p
 Each profile runs the step several times, so none is made that cannot change what is chosen.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import torch
+
 from lightning_dpx.arguments import is_whole_number
-from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
+from lightning_dpx.errors import BudgetError, ConfigurationError, DPXError, PlanError
 from lightning_dpx.memory.plan.micro_batches import (
     BesideActivations,
     Candidate,
@@ -35,6 +38,7 @@ MicroBatchNumber = int | Literal["auto"]
 PlanOf = Callable[[Profile, int | None], MemoryPlan]  # within so many bytes of activations
 ProfileIf = Callable[[int, IsWorth], Profile | None]  # of so many rows, with gradients added to earlier ones
 _NOTHING = BesideActivations()
+FEWER_PARTS = " On all rows it runs; give fewer micro-batches."  # the end of an error of too few rows
 
 
 class ProfileOf(Protocol):
@@ -46,6 +50,25 @@ class ProfileOf(Protocol):
 
 class TooFewRowsError(PlanError):
     """A step that runs on all rows fails on this few."""
+
+
+@contextmanager
+def told_as_too_few_rows(step: str, end: str = "") -> Iterator[None]:
+    """Around a step on a part of its rows: what fails there is told as a lack of rows.
+
+    Args:
+        step: What it is, as the beginning of a sentence.
+        end: Follows on what was raised.
+
+    Raises:
+        TooFewRowsError: it fails, but for errors of this package and of memory, by whose types callers tell them apart.
+    """
+    try:
+        yield
+    except (DPXError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise TooFewRowsError(f"{step} raises {type(error).__name__}: {error}{end}") from error
 
 
 def parse_micro_batch_number(micro_batches: object) -> MicroBatchNumber:

@@ -18,18 +18,19 @@ import torch
 from torch import nn
 
 from lightning_dpx.arguments import check_is_module, is_number, is_whole_number
-from lightning_dpx.errors import ConfigurationError, DPXError
+from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.memory.apply import check_is_plan
 from lightning_dpx.memory.execute.flat_units import unwrapped
 from lightning_dpx.memory.execute.sharded_units import sharded_units
 from lightning_dpx.memory.measured_plans import fastest_plan
 from lightning_dpx.memory.micro_batches import (
+    FEWER_PARTS,
     MicroBatchNumber,
     PlanOf,
-    TooFewRowsError,
     parse_micro_batch_number,
     plan_fixed_micro_batches,
     plan_in_micro_batches,
+    told_as_too_few_rows,
 )
 from lightning_dpx.memory.module_step import device_of, loss_of, profile_module
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
@@ -252,15 +253,9 @@ def _planned_in_parts(
     def of_rows(count: int, /, *, accumulates: bool) -> Profile:
         if count == rows:
             return whole
-        try:
+        parts = f"micro_batches={micro_batches!r} cuts {rows} rows into parts of {count} rows, and on those the step"
+        with told_as_too_few_rows(parts, FEWER_PARTS):
             return profile_of(cut(count), accumulates)
-        except (DPXError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise TooFewRowsError(
-                f"micro_batches={micro_batches!r} cuts {rows} rows into parts of {count} rows, and on those the step "
-                f"raises {type(error).__name__}: {error} On all rows it runs; give fewer micro-batches."
-            ) from error
 
     if micro_batches != "auto":
         return plan_fixed_micro_batches(micro_batches, rows, of_rows, plan_of, budget)

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import torch
-
-from lightning_dpx.errors import DPXError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import BesideActivations, MemoryPlan, Profile, plan_in_micro_batches
-from lightning_dpx.memory.micro_batches import PlanOf, TooFewRowsError, plan_fixed_micro_batches
+from lightning_dpx.memory.micro_batches import (
+    FEWER_PARTS,
+    PlanOf,
+    plan_fixed_micro_batches,
+    told_as_too_few_rows,
+)
 from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
@@ -101,16 +103,8 @@ class DevicePlanner:
     def _profile(self, rows: int, /, *, accumulates: bool) -> Profile:
         if not accumulates:
             return self._profile_of_slice(rows)
-        try:
+        with told_as_too_few_rows(f"On {rows} of its {self._rows} rows a step", FEWER_PARTS):
             return self._profile_of_part(rows)
-        # These keep their type, by which callers tell them apart.
-        except (DPXError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise TooFewRowsError(
-                f"On {rows} of its {self._rows} rows a step raises {type(error).__name__}: {error} On all rows it "
-                "runs; give fewer micro-batches."
-            ) from error
 
 
 def micro_batches_of(

@@ -9,30 +9,23 @@ The rehearsal of micro-batches is that of replicas: slices of unequal size besid
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dpx.errors import BudgetError, DPXError
+from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
-from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
+from lightning_dpx.lightning.memory.part_profiles import PartProfiles
 from lightning_dpx.lightning.memory.profiled_steps import TriedSteps, by_device
 from lightning_dpx.lightning.memory.profiling import (
     NoLossError,
     Step,
-    announce_profile,
     devices_of,
-    first_rows_of,
     keeps_gradients,
-    profile_slice,
 )
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
-from lightning_dpx.memory.micro_batches import TooFewRowsError
 from lightning_dpx.memory.profile import timing_effort
-from lightning_dpx.memory.profile.data import IsWorth
-from lightning_dpx.memory.profile.profiler import NotWorthProfilingError
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
 
 if TYPE_CHECKING:
@@ -163,96 +156,32 @@ class MicroBatchChooser:
         counts_gradients: bool,
     ) -> MicroBatchChoice:
         session = self.session
-        replicas = session.replicas
-        device = batch_slice.replica.device
-        rows, batch_of = first_rows_of(replicas, batch_slice)
-        # Then backward adds to gradients that are there, in one piece as well as in micro-batches.
-        finds_gradients = keeps_gradients(session.trainer)
-
+        module = session.replicas.root.module
         cache = session.strategy.planning.cache
-        failed = list[str]()  # steps on fewer rows
-
-        def key_of(part: BatchSlice, accumulates: bool, *others: Any) -> str:
-            if not cache.is_on:
-                return ""
-            counts = counts_gradients and not accumulates
-            known = (device,), part.num_rows, [part.num_rows], (), accumulates, counts, *others
-            return key_of_run_step(session.trainer, batch_slice.replica.module, part.batch, device, *known)
-
-        def profile_of(count: int, /, *, accumulates: bool, is_worth: IsWorth | None = None) -> Profile:
-            accumulates |= finds_gradients
-            known = self.tried.get((count, accumulates))
-            if known is not None:  # of another device, whose plan may have another limit
-                return known
-            part = BatchSlice(batch_slice.replica, count, batch_of(count))
-
-            def profiled() -> list[list[Profile]]:
-                announce_profile(count, device)
-                try:
-                    profile = partial(
-                        profile_slice,
-                        accumulates=accumulates,
-                        counts_gradients=counts_gradients,
-                        parts=-(-rows // count),
-                    )
-                    return [[profile(replicas, part, run, device, is_worth=is_worth)]]
-                # These keep their type, by which callers tell them apart.
-                except (DPXError, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:
-                    # All rows fail as well, so it is the step's own error and ends the run.
-                    if count == rows:
-                        raise
-                    why = f"on {count} of its {rows} rows a step raises {type(error).__name__}: {error}"
-                    failed.append(why.partition("\n")[0])
-                    raise TooFewRowsError(failed[-1]) from error
-
-            # No other process is asked: with several of them nothing is chosen.
-            profile = cache.profiles([key_of(part, accumulates)], profiled, bool, devices=[[device]])[0][0]
-            self.tried[count, accumulates] = profile
-            return profile
-
-        def profile_if(count: int, is_worth: IsWorth) -> Profile | None:
-            found = list[Profile]()
-
-            def timed() -> list[list[Profile]]:
-                try:
-                    found.append(profile_of(count, accumulates=True, is_worth=is_worth))
-                    seconds = found[0].step_seconds
-                except NotWorthProfilingError as error:
-                    seconds = error.seconds
-                return [[Profile((), (), (), (), 0, step_seconds=seconds)]]
-
-            # Times are kept under a key of their own: no other run is to take one for a profile, and the second run of
-            # a job needs nothing else to decide alike.
-            part = BatchSlice(batch_slice.replica, count, batch_of(count))
-            time = cache.profiles([key_of(part, True, "seconds")], timed, bool, devices=[[device]])[0][0]
-            if not is_worth(time.step_seconds):
-                return None
-            return found[0] if found else profile_of(count, accumulates=True)
+        parts = PartProfiles(session, batch_slice, run, self.tried, counts_gradients=counts_gradients)
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
-            return cache.plan_profile(replicas.root.module, profile, planner, budget)
+            return cache.plan_profile(module, profile, planner, budget)
 
         try:
             _plan, choice = plan_in_micro_batches(
-                rows,
-                profile_of,
+                parts.rows,
+                parts.of_rows,
                 plan_of,
                 room,
-                seconds_each=seconds_of_a_micro_batch(device),
+                seconds_each=seconds_of_a_micro_batch(batch_slice.replica.device),
                 beside=beside,
                 # A difference below what predictions are sure of is no reason to cut a step.
                 margin=timing_effort.uncertainty(),
                 runs_twice=session.end_hook("training_step") is not None,
-                profile_if=profile_if,
+                profile_if=parts.of_rows_if,
             )
         except BudgetError as error:
-            for why in failed[-1:]:
+            for why in parts.failed[-1:]:
                 error.add_note(f"More micro-batches might need less, but {why}.")
             raise
-        if choice.candidate.number == 1 and failed:
-            self.why_whole = failed[-1]
+        if choice.candidate.number == 1 and parts.failed:
+            self.why_whole = parts.failed[-1]
         return choice
 
     def _least_in_one_piece(self, rows: int, room: int, planner: Any) -> int | None:
