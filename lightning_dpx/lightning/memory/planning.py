@@ -202,8 +202,8 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         return True
 
-    def expect_other_gradients(self) -> None:
-        """Gradients are added up in another way from here on: what was profiled for is no step of the run any more."""
+    def expect_other_steps(self) -> None:
+        """What was profiled and planned for is no step of this run any more."""
         self._shapes = KnownShapes()
         self._other_steps = OtherSteps()
         self._joint_calls.forget_steps()
@@ -387,10 +387,7 @@ class MemoryPlanning:
     def _leave_cache(self) -> None:
         """Drops what came from the cache, which does not fit the steps of this run."""
         self.cache.leave()
-        self._shapes = KnownShapes()
-        self._other_steps = OtherSteps()
-        self._joint_calls.forget_steps()
-        self.devices.forget_decisions()
+        self.expect_other_steps()
 
     def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """Plans anew where devices no longer have the room that the plans count on.

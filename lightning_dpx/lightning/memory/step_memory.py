@@ -265,7 +265,7 @@ class StepMemory(NoStepMemory):
             self._shift_what_does_not_fit(self._step)
         accumulates_otherwise = self._freed_gradients.accumulation_changes()
         if accumulates_otherwise:
-            self._planning.expect_other_gradients()
+            self._planning.expect_other_steps()
         if self._needs_plan(slices):
             # As the step itself would begin, so that a profile takes the same branches.
             self._session.replicas.python_state.share()
