@@ -456,7 +456,9 @@ class _SizeForecasts:
                 seconds_each=seconds_of_a_micro_batch(device),
                 beside=self._beside,
             )
-            forecast = forecast_device(device, rows, static, planner, settings)
+            # A share would be another budget for every batch size.
+            allowed = settings.budget_of(device)
+            forecast = forecast_device(device, rows, static, planner, None if allowed is None else int(allowed))
             forecasts.append(forecast)
             # Replicas on one device take turns, so their times add up.
             busy[device] = busy.get(device, 0.0) + self._seconds(rows, forecast.plan)

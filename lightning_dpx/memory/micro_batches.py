@@ -287,9 +287,8 @@ class _NumberSearch:
         # rows.
         while True:
             choice = self._choice()
-            if choice is None:
-                # Sizes that were not run are on lines, and nothing is refused for a guess: so the smallest is run.
-                self._measure(self._most)
+            if isinstance(choice, Candidate):
+                self._measure(choice.number)
                 continue
             chosen = choice.candidate
             # What is between two sizes was a guess: it is profiled as it will run, and what does not fit then is out.
@@ -378,8 +377,8 @@ class _NumberSearch:
     def _budget_of(self, number: int) -> int:
         return self._budget - self._beside.of(number)
 
-    def _choice(self) -> MicroBatchChoice | None:
-        """The best of the candidates; ``None`` where none fits, but some of them are guesses.
+    def _choice(self) -> MicroBatchChoice | Candidate:
+        """The best of the candidates; where none fits, the guess that is to be run before anything is refused.
 
         Raises:
             BudgetError: none fits, and none of them is a guess.
@@ -387,10 +386,16 @@ class _NumberSearch:
         try:
             return choose_micro_batches(self._candidates, self._plan, margin=self._margin)
         except BudgetError:
-            smallest = largest_rows(self._measured.rows, self._most)
-            if self._most == 1 or self._profiles.knows(smallest) or smallest in self._measured.failed:
+            easiest = self._easiest
+            if easiest is None or self._profiles.knows(easiest.rows):
                 raise
-            return None
+            return easiest
+
+    @property
+    def _easiest(self) -> Candidate | None:
+        """The cut step that lacks least: that of fewest rows, unless each micro-batch has memory of its own beside."""
+        cut = [candidate for candidate in self._candidates if candidate.number > 1]
+        return min(cut, key=lambda one: one.profile.peak - (one.budget or 0), default=None)
 
     def _plan(self, candidate: Candidate) -> MemoryPlan:
         """The plan of a candidate: the choice is made anew after every new profile, and asks for most of them again.

@@ -336,7 +336,8 @@ def timed_slice(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> flo
 
 def run_once(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:
     """Runs the step on ``batch_slice`` by a shadow, for what ``run`` sees of it; all that it changes is put back."""
-    with _on_shadow(replicas, batch_slice, run, batch_slice.replica.device) as (shadow, step):
+    # The shadow is in reference cycles, and would count among what the device holds beside a step.
+    with TRIAL_GARBAGE.freed(), _on_shadow(replicas, batch_slice, run, batch_slice.replica.device) as (shadow, step):
         forward = step(batch_slice.batch)
         with torch.no_grad() if shadow.automatic_optimization else nullcontext():
             CostModel(batch_slice.replica.device).timer(shadow).timed(forward, _no_backward)

@@ -308,6 +308,19 @@ def test_nothing_is_refused_before_single_rows_are_looked_at() -> None:
     assert choice.candidate.rows == 1
 
 
+def test_nothing_is_refused_before_the_easiest_number_is_looked_at() -> None:
+    """Each part has buffers of its own, so that two of them fit and no more; and half the rows take less than half."""
+
+    def profile_of(rows: int, /, *, accumulates: bool) -> Profile:
+        found = part(rows, 0.0)
+        return found if rows == ROWS else replace(found, curve=tuple(int(0.9 * size) for size in found.curve))
+
+    beside = BesideActivations(buffers=WHOLE.peak // 4)
+    room = beside.of(2) + int(0.46 * WHOLE.peak)
+    _plan, choice = plan_in_micro_batches(ROWS, profile_of, keep_all, room, beside=beside)
+    assert choice.candidate.number == 2
+
+
 def test_a_refusal_counts_what_micro_batches_leave_beside_them() -> None:
     aside = WHOLE.peak // 2
     beside = BesideActivations(gradients=aside)

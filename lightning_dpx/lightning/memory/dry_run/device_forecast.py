@@ -1,6 +1,6 @@
 """One device in a training step, byte by byte: what is there all the time, and what activations take beside it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,18 +77,21 @@ class DeviceForecast:
 
 
 def forecast_device(
-    device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, settings: Settings
+    device: torch.device, rows: int, static: dict[str, int], planner: DevicePlanner, allowed: int | None
 ) -> DeviceForecast:
-    budget = settings.budget
+    """The forecast of one device.
+
+    Args:
+        device: Which.
+        rows: Of its slice.
+        static: Bytes by name, as of :func:`lasting_bytes`, with those of ``"inputs"``.
+        planner: Of the slice.
+        allowed: Bytes of everything there; ``None`` without a budget.
+    """
     counted = static["counted"]
     held = sum(static.values()) - counted
-    allowed = budget[device] if isinstance(budget, Mapping) else budget
     # Of the step in one piece, with which the user compares what micro-batches or a plan save.
     unplanned = planner.whole.peak
-    if isinstance(allowed, float):
-        # A share is of what this device would take, as the device itself need
-        # not be there to be asked.
-        allowed = int(allowed * (held + unplanned))
     common = {"device": str(device), "rows": rows, **static, "unplanned": unplanned, "budget": allowed or 0}
     try:
         # At least one byte: where nothing is left, the planner says how much is missing.
@@ -107,8 +110,12 @@ def forecast_device(
 
 def counts_gradients(trainer: Trainer, module: LightningModule, settings: Settings) -> bool:
     """Whether a run frees the gradients of every step before the next one, so that they are counted where they come."""
-    # Without a budget nothing is done about memory, and several devices sum gradients in memory that stays.
-    if settings.budget is None or len(settings.devices) > 1 or settings.keeps_buckets:
+    # Without a budget nothing is done about memory, and what DDP sends lies in memory that stays.
+    if settings.budget is None or settings.keeps_buckets:
+        return False
+    # Replicas of one device keep gradients beside each other, and other owners have optimizers of their own.
+    has_device_each = len(set(settings.devices)) == len(settings.devices)
+    if not has_device_each or any(owners_of(list(module.parameters()), settings)):
         return False
     return may_free_gradients(trainer, module)
 

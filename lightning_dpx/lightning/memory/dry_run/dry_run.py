@@ -132,6 +132,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     )
     num_rows, sizes = slice_sizes(replicas, batch, settings)
     profiles = StepProfiles(trainer, replicas, batch, num_rows, settings, progress)
+    plain = profiles.without_budget()
     # The largest and the next one are profiled; the sizes of further devices lie
     # on the line through them.
     for size in sorted({size for size in sizes if size}, reverse=True):
@@ -160,7 +161,11 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
                 seconds_each=seconds_of_a_micro_batch(device),
                 beside=beside,
             )
-            forecast = forecast_device(device, size, static, planner, settings)
+            allowed = settings.budget_of(device)
+            # The device itself need not be there to be asked, so a share is of what the step would take on it.
+            if isinstance(allowed, float):
+                allowed = int(allowed * (sum(static.values()) + plain.of_slice(size).peak))
+            forecast = forecast_device(device, size, static, planner, allowed)
             forecasts.append(forecast)
             followed.append(planner.followed(forecast.plan))
             planners.append(planner)

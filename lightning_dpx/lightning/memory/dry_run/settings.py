@@ -49,6 +49,10 @@ class Settings:
     machines: Machines | None = None
     keeps_buckets: bool = False
 
+    def budget_of(self, device: torch.device) -> int | float | None:
+        """What one device is allowed, in bytes or as a share."""
+        return self.budget[device] if isinstance(self.budget, Mapping) else self.budget
+
 
 def with_merged_replicas(settings: Settings) -> Settings:
     """``settings`` with one entry for replicas that are neighbours on one device, and take their slices as one.

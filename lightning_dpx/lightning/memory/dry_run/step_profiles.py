@@ -1,6 +1,7 @@
 """Profiles and times of a training step on some rows of a batch, for devices that need not be there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,13 @@ class StepProfiles:
         if found != num_rows:
             raise PlanError(f"The batch has {found} rows where {num_rows} were asked for.")
         return StepProfiles(self._trainer, self._replicas, batch, num_rows, self._settings, self._progress)
+
+    def without_budget(self) -> "StepProfiles":
+        """Those of the same step in a run that does nothing about memory."""
+        if not self._counts_gradients:
+            return self
+        plain = replace(self._settings, budget=None)
+        return StepProfiles(self._trainer, self._replicas, self._batch, self._num_rows, plain, self._progress)
 
     def of_slice(self, rows: int) -> Profile:
         """The step on the slice of a device; on a line through two that are known, if there are two."""
