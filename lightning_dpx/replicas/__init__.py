@@ -10,7 +10,13 @@ from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_on
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.executor_choice import Execution
 from lightning_dpx.replicas.joint_backward import Roots
-from lightning_dpx.replicas.merging.appended_items import ListPlace, ListWatch, find_lists, without_graphs
+from lightning_dpx.replicas.merging.appended_items import (
+    ListPlace,
+    ListWatch,
+    find_lists,
+    held_by_classes,
+    without_graphs,
+)
 from lightning_dpx.replicas.merging.attribute_rules import AttributeRules
 from lightning_dpx.replicas.merging.by_type import gather
 from lightning_dpx.replicas.merging.merge_rules import MergeRules
@@ -96,6 +102,7 @@ __all__ = [
     "current_rank",
     "end_failed_step",
     "find_lists",
+    "held_by_classes",
     "first_loss",
     "gather",
     "loss_of",

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ from lightning_dpx.lightning.rehearsal.shadow_step import (
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import (
     BatchSlice,
+    ListPlace,
     ListWatch,
     MergeRules,
     changed_numbers,
     find_lists,
+    held_by_classes,
     numbers_of,
     without_graphs,
 )
@@ -234,7 +237,7 @@ class _StepsOnShadow:
         log = StepLog(batch_slice)
         # Looked for anew before each step, as one may make lists
         # that the next one appends to.
-        lists = ListWatch([shadow], find_lists(attributes_of(shadow)))
+        lists = ListWatch([shadow], _lists_of(shadow))
         attributes = list(own_attributes_of(shadow))
         numbers = numbers_of(attributes, step.hook_names.among(attributes).joined)
         on_parameters = attributes_of_parameters(shadow.named_parameters())
@@ -250,7 +253,7 @@ class _StepsOnShadow:
         with recording(log, shadow):
             # training_step_end and its like see the outputs of all rows, and may log.
             final = step.session.finished(step.call.name, seen.output)
-        grown = lists.grown(find_lists(attributes_of(shadow)))
+        grown = lists.grown(_lists_of(shadow))
         # Graphs would keep all activations of this run until it is compared.
         seen.appended = {place: without_graphs(items) for place, items in grown.items()}
         attributes = list(own_attributes_of(shadow))
@@ -276,6 +279,11 @@ class _StepsOnShadow:
             output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
         writes.let_go(batch_slice, others_follow=False)
         return output
+
+
+def _lists_of(module: torch.nn.Module) -> dict[ListPlace, Any]:
+    """Those that a step may append to: the module's own, and those that all objects of a class share."""
+    return find_lists(chain(attributes_of(module), held_by_classes(module)))
 
 
 @torch.no_grad()

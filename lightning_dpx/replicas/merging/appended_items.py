@@ -74,10 +74,22 @@ class ListPlace:
     def find(self, module: nn.Module) -> Any:
         """What ``module`` has at this place now; ``None`` if nothing is there."""
         path, _, name = self.attribute.rpartition(".")
-        value = vars(module.get_submodule(path)).get(name)
+        child = module.get_submodule(path)
+        held = vars(child)
+        value = held[name] if name in held else _on_class(type(child)).get(name)
         for key in self.keys:
             value = _item(value, key)
         return value
+
+
+def held_by_classes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Containers that submodules have of their classes, by path: ``losses = []`` in a class body."""
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, value in _on_class(type(child)).items():
+            # What the object has itself hides what its class has.
+            if name not in vars(child):
+                yield prefix + name, value
 
 
 def find_lists(attributes: Iterable[tuple[str, Any]]) -> dict[ListPlace, Any]:
@@ -265,6 +277,23 @@ def without_graphs(items: list[Any]) -> list[Any]:
     """The same items, whose tensors keep no graph alive."""
     detached: list[Any] = tree_map_only(torch.Tensor, torch.Tensor.detach, items)
     return detached
+
+
+def _on_class(kind: type) -> dict[str, Any]:
+    """The containers that the user's classes define, as an object of ``kind`` would find them."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        # Those of torch and Lightning are tables of their own, which no step appends to.
+        if is_library(base) or runs_steps(base):
+            continue
+        for name, value in vars(base).items():
+            if name.startswith("__"):
+                continue
+            # Also what is no container hides that of a class below.
+            found.pop(name, None)
+            if isinstance(value, list | tuple | deque | dict):
+                found[name] = value
+    return found
 
 
 def _is_looked_into(value: Any) -> bool:

@@ -101,6 +101,57 @@ def test_an_epochs_end_finds_the_items_of_one_device(hardware: str, own: Any, nu
     assert len(ours.made_later) == len(theirs.made_later)
 
 
+class Netted(LightningModule):
+    """Whose class, as many have it, holds the lists that steps append to; a class of its own for each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.figures: list[float] = []
+
+
+def with_lists_of_the_class() -> type[Netted]:
+    class CollectsOnClass(Netted):
+        losses: list[torch.Tensor] = []  # noqa: RUF012  a class attribute is what this is about
+        by_stage: tuple[list[Any], list[Any]] = ([], [])
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            logits = self.net(batch[0])
+            loss = F.cross_entropy(logits, batch[1])
+            self.losses.append(loss.detach())
+            self.by_stage[0].append((logits.detach(), batch[1]))
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.by_stage[1].append(self.net(batch[0]).sum())
+
+        def on_train_epoch_end(self) -> None:
+            logits = torch.cat([both[0] for both in self.by_stage[0]])
+            labels = torch.cat([both[1] for both in self.by_stage[0]])
+            ends = [
+                torch.stack(self.losses).mean(),
+                F.cross_entropy(logits, labels),
+                torch.stack(self.by_stage[1]).sum(),
+            ]
+            # The order of the rows counts as well.
+            weights = torch.arange(len(logits), dtype=torch.float)
+            self.figures += [*map(float, ends), float(weights @ logits.sum(1)), float(len(self.losses))]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return CollectsOnClass
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_lists_of_a_class_have_the_items_of_one_device(own: Any, num_devices: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx")
+        ours = fitted(with_lists_of_the_class(), strategy=dpx.DPXStrategy(**own), devices=num_devices)
+    theirs = fitted(with_lists_of_the_class())
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(theirs.figures))
+
+
 class CollectsDeeply(Collects):
     """Lists inside of what steps make as they need it, of what was there before, and of items themselves."""
 
