@@ -59,14 +59,24 @@ class _DeferredCall(_Call):
 
 
 class _Routed:
-    """Stands before a method of a metric during a step, as an attribute of the metric."""
+    """Stands before a method of a metric during a step, as an attribute of the metric.
 
-    __slots__ = ("method", "metric", "route")
+    What else a step asks of the method, such as its name or what a wrapper has set on it, is the method's own.
+    """
+
+    __slots__ = ("method", "metric", "own", "route")
 
     def __init__(self, metric: nn.Module, method: str, route: Callable[..., Any]) -> None:
         self.metric = metric
         self.method = method
+        self.own: Any = getattr(metric, method)
         self.route = route
+
+    def __getattr__(self, name: str) -> Any:
+        # An object that copy() has made, but not filled yet, has nothing to ask.
+        if name in _Routed.__slots__:
+            raise AttributeError(name)
+        return getattr(self.own, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.route(_Call(self.metric, self.method, args, kwargs))

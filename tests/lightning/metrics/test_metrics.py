@@ -1,6 +1,8 @@
 """Metric objects are exact, whatever was cut."""
 
+import inspect
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -145,6 +147,34 @@ class InAStep(Classifier):
 
     def on_train_epoch_end(self) -> None:
         self.seen.append([self.tracker.compute().item(), self.error.compute().item(), self.rows.compute().item()])
+
+
+class AsksMethods(Classifier):
+    """Looks at methods of a metric, one of which it has wrapped, besides calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+        self.error.reset = Mock(side_effect=self.error.reset)
+        self.told: set[Any] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.net(batch[0])
+        self.error.update(logits[:, 0], batch[0][:, 0])
+        names = tuple(inspect.signature(self.error.update).parameters)
+        self.error.reset.reset_mock()
+        self.told.add((names, self.error.update.__name__, self.error.reset.call_count))
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+def test_a_step_finds_on_methods_of_metrics_what_is_there(execution: str) -> None:
+    torch.manual_seed(0)
+    model = AsksMethods()
+    trainer = make_trainer(strategy=strategy_in(execution), devices=2, num_sanity_val_steps=0)
+    trainer.fit(model, make_loader(16), make_loader(8))
+    assert model.told == {(("preds", "target"), "update", 0)}
+    with pytest.raises(AttributeError, match="no_such"):
+        model.error.update.no_such  # noqa: B018  asked for its error
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
