@@ -25,6 +25,7 @@ from lightning_dpx.torch_compat.compiler import (
     functorch_config,
     inductor_compiler,
 )  # fmt: skip
+from lightning_dpx.torch_compat.dispatch_modes import TorchDispatchMode
 from lightning_dpx.torch_compat.distributed_tensors import (
     COMPOSABLE_STATE,
     default_store,
@@ -50,7 +51,6 @@ from lightning_dpx.torch_compat.names import (
     OptimizedModule,
     ProfilerConfig,
     ProfilerEventType,
-    TorchDispatchMode,
     apply_to_tensors,
     backward_hooks_of,
     backward_pre_hooks_of,

@@ -82,3 +82,33 @@ def test_a_step_is_checked_anew_once_parts_are_unfrozen(caplog: pytest.LogCaptur
     said = [record.getMessage() for record in caplog.records if "dpx: checked on" in record.getMessage()]
     assert ["2 gradients" in text for text in said] == [True, False], "frozen first, and once more when they are not"
     assert "4 gradients" in said[1]
+
+
+class Tagged(torch.Tensor):
+    """A class of tensors with the constructor of torch."""
+
+
+class AttendsByPlace(Model):
+    """Weights of the rows by their place in the batch, as residual-based attention keeps them: no slice has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("attention", torch.ones(16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = Tagged(batch[0]).as_subclass(torch.Tensor)
+        losses = F.cross_entropy(self.net(rows), batch[1], reduction="none")
+        attention = self.attention[: len(losses)]
+        attention.lerp_(losses.detach() / losses.max().detach(), 0.5)
+        return (attention * losses).mean()
+
+
+def test_a_step_that_makes_tensors_of_its_own_class_is_checked(recwarn: Any) -> None:
+    """Under the modes that watch a rehearsal it raised, and what slices cannot give was not seen."""
+    options = {"devices": 2, "strategy": dpx.DPXStrategy(execution="inline", verify="first")}
+    model = fitted(AttendsByPlace, 16, **options)
+    said = "\n".join(str(warning.message) for warning in recwarn)
+    assert "training_step gets all of its batches whole" in said
+    expected = fitted(AttendsByPlace, 16)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name])
