@@ -209,3 +209,14 @@ def test_tensors_of_a_result_are_mapped_in_plain_objects_too_and_these_stay_as_t
     assert not mapped["cache"].layers[0].requires_grad
     assert cache.layers[0].requires_grad
     assert map_tensors(torch.Tensor.detach, cache) is cache
+
+
+def test_a_tensordict_that_is_made_anew_has_its_batch_dims() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    td = tensordict.TensorDict({"a": torch.rand(4, 3), "n": {"b": torch.arange(4)}}, batch_size=[4], names=["rows"])
+    made = map_tensors(torch.Tensor.double, td)
+    assert type(made) is type(td)
+    assert made["a"].dtype == torch.float64
+    assert (made.batch_size, made.names) == (td.batch_size, td.names)
+    # Of other rows nothing is known but what the tensors are.
+    assert map_tensors(lambda tensor: tensor.sum(), td).batch_size == torch.Size([])
