@@ -233,11 +233,18 @@ class ProfilingHooks(Rematerialization):
         """
         self._holders[value.name] -= 1
         value.num_uses -= 1
-        if self._holders[value.name] or value.num_uses:
-            return
-        span = self._new.pop(value)
-        if span is not None:
-            self.found.dead.append(DeadValue(value, span, self.refused.get(value.name, "")))
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if one not in self._new or self._holders[one.name] or one.num_uses:
+                continue
+            span = self._new.pop(one)
+            if span is not None:
+                self.found.dead.append(DeadValue(one, span, self.refused.get(one.name, "")))
+            # It will never be made again, so what it would have been made from has one use less, and may be dead as
+            # well: a chain of layers dies from its end.
+            waiting += _saved_sources(one)
+            forget_recipe(one)
 
     def try_new_values(self) -> None:
         """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
@@ -280,6 +287,19 @@ class ProfilingHooks(Rematerialization):
         asked, ends = self.log.held(end)
         calls = self.calls.calls(ends, self.found.storages, end)
         return calls, self.calls.holds(asked, ends) if calls else ()
+
+
+def _saved_sources(value: Value) -> list[Value]:
+    """What was saved of that which ``value`` is made from, also by way of what was not."""
+    found = []
+    waiting = list(value.sources)
+    while waiting:
+        source = waiting.pop()
+        if source.name:
+            found.append(source)
+        else:
+            waiting += source.sources
+    return found
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

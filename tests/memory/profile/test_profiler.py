@@ -111,6 +111,32 @@ def test_steps_that_are_timed_leave_nothing_behind() -> None:
     assert not any(note.any() for note in module.notes)
 
 
+class _Codes(nn.Module):
+    """Chooses codes by what a chain of layers gives, and nothing leads from the loss back to that chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+        self.beside = nn.Linear(64, 64)
+        self.codes = nn.Embedding(16, 64)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        features = self.encode(rows)
+        # A second branch, which dies before the end of the first does.
+        self.beside(features.tanh()).sin()
+        chosen = torch.mm(features, self.codes.weight.T).argmax(1)
+        del features
+        return self.codes(chosen).square().mean()
+
+
+def test_a_whole_chain_that_dies_in_the_forward_is_dropped_for_nothing() -> None:
+    profile = profile_module(_Codes(), torch.randn(64, 64))
+    names = [f"encode.{number}:1" for number in range(1, 8)]
+    dead = {value.name: value for value in profile.values if value.name in names}
+    assert sorted(dead) == names
+    assert not any(value.refused or value.seconds for value in dead.values())
+
+
 def test_a_part_of_the_rows_has_the_values_that_all_rows_have() -> None:
     """Too small a tensor is no value and has no number: of few rows that is another one."""
     torch.manual_seed(0)
