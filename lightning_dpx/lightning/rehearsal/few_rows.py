@@ -1,6 +1,8 @@
 """The few rows of a batch on which its step is rehearsed, whole and in parts."""
 
 import copy
+import math
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +32,7 @@ class FewRows:
         self._replicas = replicas
         self.skipped: float = 0.0
         self._most_rows = 0
+        self._first: int | None = None  # of the rows that are taken where none are skipped; found when it is asked for
 
     def keep_to_micro_batch(self) -> None:
         """Takes no more rows from here on than a micro-batch has, for which there is room; two at the least."""
@@ -87,8 +90,13 @@ class FewRows:
         return parts[first : first + len(sizes)]
 
     def _num_before(self, sizes: tuple[int, ...]) -> int:
+        rest = self._num_rows - sum(sizes)
+        if not self.skipped:
+            if self._first is None:
+                self._first = _first_of_unlike_rows(self._batch, self._num_rows, self.unequal_sizes(1))
+            return min(self._first, rest)
         # By parts of what is left, so that any batch has such rows, however many it has.
-        return int(self.skipped * (self._num_rows - sum(sizes)))
+        return int(self.skipped * rest)
 
     def _own(self, rows: Any) -> Any:
         """A step may write its batch in place; the real one must find what the loader gave."""
@@ -96,6 +104,59 @@ class FewRows:
             return copy.deepcopy(rows, _copies_of_views(rows))
         except Exception as error:  # noqa: BLE001  whatever the class of an item says to being copied
             raise NotRehearsed(f"its batch cannot be copied ({in_one_line(error)})") from None
+
+
+def _first_of_unlike_rows(batch: Any, num_rows: int, sizes: tuple[int, ...]) -> int:
+    """The first of a few rows some of which are rare in what is a whole number for each row, such as labels or flags.
+
+    In a batch that is sorted, or where most rows are of one class, those in front may be alike: a loss that weighs its
+    classes is a mean over such rows, and over no others.
+    """
+    taken = sum(sizes)
+    rare: list[list[bool]] = []
+    for array in arrays_in(batch):
+        numbers = array.reshape(num_rows).tolist() if _is_one_number_a_row(array, num_rows) else []
+        if numbers and all(map(_is_whole, numbers)):
+            rare.append(_is_rare(numbers))
+    best = 0
+    most = sum(_first_change(flags) < taken for flags in rare)
+    for flags in rare:
+        change = _first_change(flags)
+        if change < taken or change == num_rows:
+            continue
+        # The first row that is another one comes last in the first slice, so that no two slices are alike in this.
+        first = min(change - sizes[0] + 1, num_rows - taken)
+        unlike = sum(_first_change(other[first : first + taken]) < taken for other in rare)
+        if unlike > most:
+            best = first
+            most = unlike
+    return best
+
+
+def _is_rare(numbers: list[Any]) -> list[bool]:
+    """Flags of the rows whose number fewest rows have; where all are as frequent, of those unlike the first one."""
+    counts = Counter(numbers)
+    least = min(counts.values())
+    if least == max(counts.values()):
+        return [number != numbers[0] for number in numbers]
+    return [counts[number] == least for number in numbers]
+
+
+def _is_one_number_a_row(array: Any, num_rows: int) -> bool:
+    if isinstance(array, torch.Tensor) and (array.layout is not torch.strided or array.is_meta):
+        return False
+    return array.dtype != object and array.shape[:1] == (num_rows,) and math.prod(array.shape) == num_rows
+
+
+def _is_whole(number: Any) -> bool:
+    """Whether it may be a label, also as some losses want it, in floating point."""
+    return isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+
+
+def _first_change(flags: list[bool]) -> int:
+    """The first place of another flag than the first; their count where there is none."""
+    other = not flags[0]
+    return flags.index(other) if other in flags else len(flags)
 
 
 def _copies_of_views(rows: Any) -> dict[int, Any]:

@@ -1,12 +1,18 @@
 """Which rows of a batch a rehearsal takes."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_dpx as dpx
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows, unequal_sizes
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed
 from lightning_dpx.replicas import ReplicaSet
-from tests.conftest import places
+from tests.conftest import make_trainer, places
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,37 @@ def test_other_rows_are_those_behind_what_is_skipped() -> None:
     assert torch.equal(rows.whole(5), batch[7:12])
 
 
+@pytest.mark.parametrize(
+    ("labels", "first"),
+    [
+        ([0] * 20, 0),
+        ([0, 1] * 10, 0),
+        ([0] * 13 + [1] + [0] * 6, 9),  # then it is the last one of the first slice
+        ([0] * 19 + [1], 11),
+        ([0] * 10 + [1] * 10, 6),
+        ([1] * 9 + [0] * 11, 5),  # those in front are alike, though rare
+        ([0, 1] * 8 + [2] + [0, 1, 0], 11),  # a class may be rare beside others that are not
+        (list(range(20)), 0),
+        ([0.5] * 13 + [1.0] + [0.5] * 6, 0),  # no labels
+    ],
+)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.tensor,
+        lambda labels: torch.tensor(labels)[:, None],
+        lambda labels: torch.tensor(labels, dtype=torch.bfloat16),
+        np.array,
+    ],
+)
+def test_rows_in_front_that_are_alike_leave_their_place_to_others(labels: list[float], first: int, kind: Any) -> None:
+    rows = rows_of({"rows": torch.arange(40.0).reshape(20, 2), "labels": kind(labels)}, 20)
+    assert rows.taken() == (first, (5, 4))
+    assert rows.whole(9)["rows"][0, 0] == 2 * first
+    assert [int(part["rows"][0, 0]) for part in rows.slices((5, 4))] == [2 * first, 2 * first + 10]
+    assert len(rows.whole(20)["labels"]) == 20
+
+
 def test_rows_are_copies() -> None:
     batch = torch.zeros(5, 2)
     rows = rows_of(batch, 5)
@@ -82,3 +119,29 @@ def test_tensors_of_the_same_numbers_are_of_the_same_in_the_copy() -> None:
     copied[0].add_(1)
     assert copied[1].eq(1).all()
     assert not numbers.any()
+
+
+class WeighsClasses(LightningModule):
+    """Rows (B, 6) of two classes, the second of which counts twenty times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(6, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        weight = torch.tensor([1.0, 20.0], device=batch[0].device)
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_loss_that_weighs_classes_is_seen_although_rows_in_front_are_of_one(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    labels = (torch.arange(16) == 11).long()
+    data = DataLoader(TensorDataset(torch.randn(16, 6), labels), 16)
+    strategy = dpx.DPXStrategy(execution="inline", micro_batches=micro_batches, verify="raise")
+    trainer = make_trainer(devices=3 - min(micro_batches, 2), strategy=strategy, max_epochs=1)
+    with pytest.raises(dpx.ParityError, match="the loss is"):
+        trainer.fit(WeighsClasses(), data)
