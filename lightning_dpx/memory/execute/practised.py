@@ -1,7 +1,7 @@
 """Saved-tensor hooks that learn where they are needed, and are on nowhere else: see ``routine.py``."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -57,12 +57,17 @@ class _Patience:
             self._left = max(self._left, 1)
         return self._left > 0
 
-    def spend(self, met: Collection[str]) -> None:
-        """A forward was followed, and may be relied on; it has saved the values of the names ``met``."""
+    def spend(self, met: Collection[str], *, waits: bool) -> None:
+        """A forward was followed, and may be relied on; it has saved the values of the names ``met``.
+
+        Args:
+            met: Of values.
+            waits: Whether parts were not called yet that save what the plan drops in others.
+        """
         self._unmet -= set(met)
         # Steps that leave out parts of it, as with random layers, have to show all of it first: the
         # first call of a part that was never seen loses the routine, with all that comes after it.
-        if not self._unmet or self._num_forwards >= _MOST_UNTIL_ALL_IS_MET:
+        if not (self._unmet or waits) or self._num_forwards >= _MOST_UNTIL_ALL_IS_MET:
             self._left -= 1
 
     def begin_anew(self) -> None:
@@ -115,6 +120,7 @@ class Practised(Rematerialization):
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
         self._sizes = SavedSizes()
+        self._uncalled_alike = _siblings_of(self.actions.dropped, names.parts)
 
     @property
     def num_losses(self) -> int:
@@ -200,12 +206,13 @@ class Practised(Rematerialization):
             self._refused_before = set(self.refused)
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
-                self._patience.spend({event.name for event in forward.events if isinstance(event, Saved)})
+                met = {event.name for event in forward.events if isinstance(event, Saved)}
+                self._uncalled_alike.difference_update(forward.calls)
+                self._patience.spend(met, waits=bool(self._uncalled_alike))
 
     def _uncalled(self, forward: FollowedForward) -> set[Entered]:
         """First calls of modules that this forward has not called: nothing is known of what is saved in them."""
         uncalled = [path for path in self.names.parts if path not in forward.calls]
-        # Lists of modules have no forward that could be called.
         return {Entered(path, 0) for path in uncalled if type(self.names.parts[path]).forward is not nn.Module.forward}
 
     def _unmet(self, forward: FollowedForward) -> set[str]:
@@ -273,6 +280,22 @@ class Practised(Rematerialization):
         self.names.remove()
         for handle in self._handles:
             handle.remove()
+
+
+def _siblings_of(dropped: Collection[str], parts: Mapping[str, nn.Module]) -> set[str]:
+    """Modules of the class, and in the list, of one in which the plan drops values: layers that steps may leave out."""
+    classes: set[tuple[str, type[nn.Module]]] = set()
+    for name in dropped:
+        path = name.rpartition(":")[0].partition("#")[0]
+        while path in parts and path:
+            classes.add((path.rpartition(".")[0], type(parts[path])))
+            path = path.rpartition(".")[0]
+    found: set[str] = set()
+    for path, part in parts.items():
+        # Lists of modules have no forward that could be called.
+        if (path.rpartition(".")[0], type(part)) in classes and type(part).forward is not nn.Module.forward:
+            found.add(path)
+    return found
 
 
 class _Enter(Passive):

@@ -272,15 +272,21 @@ class Rematerialization(GraphTape):
             value.keep(tensor)
             if self.twins is None or self.twins.is_of_step(value):
                 self._forward.kept += tensor.nbytes
-            if name in self.actions.compressed:
+            if self._is_compressed(value):
                 # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):
                     value.uncached = name in self._uncached_order
-                else:
+                elif name in self.actions.compressed:
                     self.refused[name] = "it is not a mask this time"
             # A plan that was made for a device can be followed on the host, but for this.
             elif name in self.actions.offloaded and not is_host(tensor.device):
                 offload(value, self._offloading)
+
+    def _is_compressed(self, value: Value) -> bool:
+        """Whether the plan compresses the value, or where it does not know it, one that is its twin."""
+        if value.name in self.actions.compressed or self.twins is None or not self.twins.is_other(value):
+            return value.name in self.actions.compressed
+        return any(twin in self.actions.compressed for twin in self.twins.of(value))
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""

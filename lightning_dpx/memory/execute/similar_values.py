@@ -108,6 +108,10 @@ class Twins:
             return value.name not in self._decided
         return any(self._decided[twin].is_dropped for twin in twins)
 
+    def of(self, value: Value) -> Collection[str]:
+        """The names of its twins."""
+        return self._twins_of(value.name, value.operator)
+
     def fits(self, value: Value, kept: int) -> bool:
         """Whether there is room to make ``value`` again, beside the bytes that are ``kept`` of what came before it."""
         most = self._room.budget or self._room.peak

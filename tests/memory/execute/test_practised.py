@@ -155,6 +155,39 @@ def test_layers_that_are_left_out_now_and_then_change_nothing_for_the_others(lef
     assert peak_of(module, x) == whole
 
 
+class DroppingOut(Skipping):
+    """As layers with dropout, whose masks nothing can make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.append(nn.Dropout(0.5))
+
+
+def test_a_layer_that_was_left_out_while_profiled_is_planned_for_as_its_neighbours() -> None:
+    """It was kept whole, with its masks, and with it all that came after it in the first step that called it."""
+    torch.manual_seed(3)
+    module, x = DroppingOut(), torch.randn(ROWS, 64)
+    plain = copy.deepcopy(module)
+    module.left_out = {1}
+    plan = dpx.search_plan(module, x, budget=0.35)
+    assert plan.names("compress")
+    assert plan.budget is not None
+    applied = dpx.apply_plan(module, plan)
+    for left_out in ({1}, {1, 3}, {1}, {3}, {0}, {1}, {4, 5}, {2}):
+        for each in (module, plain):
+            each.left_out = left_out
+        assert peak_of(module, x) <= plan.budget
+        ours, theirs = [], []
+        for each, gradients in ((module, ours), (plain, theirs)):
+            torch.manual_seed(1)
+            gradients += gradients_of(each, x)
+        assert all(map(torch.equal, ours, theirs))
+    assert values_of(applied).num_losses == 0
+    peak_of(module, x)  # the 16th was looked at
+    assert values_of(applied).is_routine
+
+
 @pytest.mark.parametrize(("before", "losses"), [(3, 0), (20, 1)], ids=["soon", "late"])
 def test_layers_that_come_later_are_planned_for(before: int, losses: int) -> None:
     module, plain, x, plan = make(0.4)
