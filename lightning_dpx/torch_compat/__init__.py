@@ -25,7 +25,6 @@ from lightning_dpx.torch_compat.compiler import (
     functorch_config,
     inductor_compiler,
 )  # fmt: skip
-from lightning_dpx.torch_compat.dispatch_modes import TorchDispatchMode
 from lightning_dpx.torch_compat.distributed_tensors import (
     COMPOSABLE_STATE,
     default_store,
@@ -51,6 +50,7 @@ from lightning_dpx.torch_compat.names import (
     OptimizedModule,
     ProfilerConfig,
     ProfilerEventType,
+    TorchDispatchMode,
     apply_to_tensors,
     backward_hooks_of,
     backward_pre_hooks_of,
@@ -129,6 +129,7 @@ from lightning_dpx.torch_compat.sharded import (
 from lightning_dpx.torch_compat.tensors import (
     check_input_dim,
     flatten_dense,
+    is_refused_by_modes,
     is_view,
     mark_as_parameter,
     on_tensors_of_tensors,
@@ -151,7 +152,7 @@ __all__ = [
     "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_parameters",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
     "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_layout_hook", "is_offloaded",
-    "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of",
+    "is_refused_by_modes", "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of",
     "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter",
     "on_distributed_tensors", "on_tensors_of_tensors", "OpOverload", "OpOverloadPacket", "OptimizedModule",
     "original_of", "output_metadata", "overload_name", "parameters_of", "parametrizations_are_cached",

@@ -17,8 +17,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # ---- classes and functions, under public names ----
 
@@ -118,6 +118,7 @@ __all__ = [
     "original_of", "output_metadata", "overload_name", "parameters_of", "pop_saved_tensors_hooks",
     "post_accumulate_hooks_of", "preserve_version_counter", "privateuse1_backend_name", "ProfilerConfig",
     "ProfilerEventType", "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module",
-    "saved_tensors_hooks_enabled", "schema_of", "submodules_of", "top_saved_tensors_hooks", "tree_flatten",
-    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "user_cache_dir", "version_counter", "view_base",
+    "saved_tensors_hooks_enabled", "schema_of", "submodules_of", "top_saved_tensors_hooks", "TorchDispatchMode",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "user_cache_dir",
+    "version_counter", "view_base",
 ]  # fmt: skip

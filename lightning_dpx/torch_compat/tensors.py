@@ -16,6 +16,14 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_refused_by_modes(error: BaseException) -> bool:
+    """Whether the constructor of a tensor subclass has raised, as it does under any dispatch mode.
+
+    ``Subclass(tensor)`` makes a view, which is an operator; a mode gives it a Python object of another class.
+    """
+    return isinstance(error, RuntimeError) and "already associated to a python object" in str(error)
+
+
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """A reference that keeps no memory; :data:`free_weak_storage` ends it."""
     return storage._weak_ref()

@@ -1,9 +1,18 @@
 """What tensors are made of, and whose memory they look at."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dpx.torch_compat import flatten_dense, shares_memory, unflatten_dense, with_memory_in
+from lightning_dpx.torch_compat import (
+    flatten_dense,
+    is_refused_by_modes,
+    shares_memory,
+    unflatten_dense,
+    with_memory_in,
+)
 
 
 def test_a_plain_tensor_has_its_own_memory() -> None:
@@ -35,3 +44,23 @@ def test_one_flat_copy_and_back(shapes: list[tuple[int, ...]]) -> None:
     for made, given in zip(unflatten_dense(flat, tensors), tensors, strict=True):
         assert torch.equal(made, given)
         assert made.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+class Tagged(torch.Tensor):
+    """A class of tensors with the constructor of torch."""
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_refuses_the_constructor_of_a_tensor_subclass_under_a_mode() -> None:
+    """Once it does not, rehearsals can watch such steps, and need not know of the error."""
+    rows = torch.ones(2)
+    with Watching(), pytest.raises(RuntimeError) as refused:
+        Tagged(rows)
+    assert is_refused_by_modes(refused.value)
+    with Watching():
+        assert type(rows.as_subclass(Tagged)) is Tagged  # which is the way out
+    assert not is_refused_by_modes(RuntimeError("of another kind"))

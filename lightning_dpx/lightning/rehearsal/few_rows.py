@@ -145,7 +145,8 @@ def _is_rare(numbers: list[Any]) -> list[bool]:
 def _is_one_number_a_row(array: Any, num_rows: int) -> bool:
     if isinstance(array, torch.Tensor) and (array.layout is not torch.strided or array.is_meta):
         return False
-    return array.dtype != object and array.shape[:1] == (num_rows,) and math.prod(array.shape) == num_rows
+    shape = tuple(array.shape)
+    return array.dtype != object and shape[:1] == (num_rows,) and math.prod(shape) == num_rows
 
 
 def _is_whole(number: Any) -> bool:

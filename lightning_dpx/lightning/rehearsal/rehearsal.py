@@ -46,6 +46,7 @@ from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
+from lightning_dpx.torch_compat import is_refused_by_modes
 
 NOT_ALIKE = "they are not what one device gives: "
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
@@ -369,6 +370,13 @@ class Rehearsal:
             raise
         except Exception as error:  # noqa: BLE001  the step itself will raise it, or not
             traceback.clear_frames(error.__traceback__)
+            # No rows would do: the step raises because it is watched, and trains all the same.
+            if is_refused_by_modes(error):
+                raise SlicesFail(
+                    "It calls the constructor of a tensor subclass, which torch refuses while a rehearsal watches "
+                    "operators, so that nothing is known of its slices.",
+                    "For all devices to take part, use tensor.as_subclass(Class) in its place.",
+                ) from None
             if sum(sizes) == self._step.call.num_rows or self._looks_again:
                 # All rows were tried already; or it is a look, which takes a few rows and no more.
                 raise NotRehearsed(f"on {sum(sizes)} rows it raises {in_one_line(error)}") from None
