@@ -62,7 +62,7 @@ class _Reads(TorchFunctionMode):
 
 
 class FreedGradients:
-    """Frees them in the steps of a session, of one device or of one replica on each of several.
+    """Frees them in the steps of a session that is one device.
 
     Args:
         session: Whose steps.
@@ -110,13 +110,13 @@ class FreedGradients:
     def are_freed(self) -> bool:
         """Whether every step of now on that begins a window of accumulation finds none."""
         session = self._session
-        if self._are_read or not self._sums_at_once():
+        if self._are_read or not self._is_alone():
             return False
         return may_free_gradients(session.trainer, session.module)
 
     def free(self) -> None:
         """Before a step: frees what Lightning would set to ``None`` in it, and nothing sees until then."""
-        if self._are_read is not False or not self._sums_at_once() or not self._session.module.automatic_optimization:
+        if self._are_read is not False or not self._is_alone() or not self._session.module.automatic_optimization:
             return
         if self._gradient is None:  # it looks through all classes of the module
             self._gradient = LossGradient(self._session)
@@ -126,16 +126,10 @@ class FreedGradients:
             if id(parameter) in zeroed:
                 parameter.grad = None
 
-    def _sums_at_once(self) -> bool:
-        """Whether gradients are there from a step's backward until its update only, on every device.
-
-        Not where a device has several replicas that keep gradients of their own, nor where gradients of parts of a
-        slice wait for others: those are there beside the activations of what follows.
-        """
+    def _is_alone(self) -> bool:
+        """Whether the first replica has every batch; elsewhere gradients are summed, in memory that stays."""
         session = self._session
         replicas = session.replicas
         is_first = len(replicas.replicas) == 1 or replicas.partition.always_merged
-        has_device_each = len(set(replicas.devices)) == len(replicas.replicas)
-        # Optimizers of other owners, and reductions of other processes, may keep what they have sent.
         has_others = session.has_processes or session.step.has_other_owners
-        return (is_first or has_device_each) and not has_others and not replicas.cuts_slices
+        return is_first and not has_others and not replicas.cuts_slices

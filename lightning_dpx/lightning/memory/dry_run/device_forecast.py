@@ -110,12 +110,8 @@ def forecast_device(
 
 def counts_gradients(trainer: Trainer, module: LightningModule, settings: Settings) -> bool:
     """Whether a run frees the gradients of every step before the next one, so that they are counted where they come."""
-    # Without a budget nothing is done about memory, and what DDP sends lies in memory that stays.
-    if settings.budget is None or settings.keeps_buckets:
-        return False
-    # Replicas of one device keep gradients beside each other, and other owners have optimizers of their own.
-    has_device_each = len(set(settings.devices)) == len(settings.devices)
-    if not has_device_each or any(owners_of(list(module.parameters()), settings)):
+    # Without a budget nothing is done about memory, and several devices sum gradients in memory that stays.
+    if settings.budget is None or len(settings.devices) > 1 or settings.keeps_buckets:
         return False
     return may_free_gradients(trainer, module)
 
