@@ -189,25 +189,27 @@ def _rebuild_mapping(node: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
             clone[key] = part  # update() is refused by transformers' ModelOutput
         return clone
     try:
-        made = type(node)(fresh, **_sizes_of(node, parts))  # type: ignore[call-arg]
+        made: Any = type(node)(fresh)  # type: ignore[call-arg]
     except TypeError as error:
         raise SliceError(f"{type(node).__name__} cannot be made from a dict: {error}") from error
     # Its constructor may sort or add keys; children are told apart by their order.
     if list(made.keys()) != list(fresh):
         raise SliceError(f"{type(node).__name__}, made from a dict, has other keys than it.")
+    _set_batch_dims(made, node, parts)
     return made
 
 
-def _sizes_of(node: Mapping[Any, Any], parts: Sequence[Any]) -> dict[str, Any]:
-    """What the constructor of a tensordict takes beside a dict: the dims that all its tensors begin with."""
+def _set_batch_dims(made: Any, node: Any, parts: Sequence[Any]) -> None:
+    """Of a tensordict, the dims that all its tensors begin with, which its constructor takes beside a dict."""
     tensordict = sys.modules.get("tensordict")
-    if tensordict is None or not tensordict.is_tensor_collection(node):
-        return {}
-    shape: Any = node.batch_size  # type: ignore[attr-defined]
-    # Parts of other rows than those of ``node`` have no dims that are known.
-    if any(part.shape[: len(shape)] != shape for part in parts if hasattr(part, "shape")):
-        return {}
-    return {"batch_size": shape, "names": node.names}  # type: ignore[attr-defined]
+    if tensordict is None or not parts or not tensordict.is_tensor_collection(node):
+        return
+    shape = node.batch_size
+    # Parts of other rows than those of ``node`` have no dims that are known; a class of the user's may set its own.
+    if made.batch_size == shape or any(part.shape[: len(shape)] != shape for part in parts if hasattr(part, "shape")):
+        return
+    made.batch_size = shape
+    made.names = node.names
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:

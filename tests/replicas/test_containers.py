@@ -220,3 +220,16 @@ def test_a_tensordict_that_is_made_anew_has_its_batch_dims() -> None:
     assert (made.batch_size, made.names) == (td.batch_size, td.names)
     # Of other rows nothing is known but what the tensors are.
     assert map_tensors(lambda tensor: tensor.sum(), td).batch_size == torch.Size([])
+
+
+def test_a_tensordict_with_a_constructor_of_its_own_is_made_by_that() -> None:
+    tensordict = pytest.importorskip("tensordict")
+
+    class OfRows(tensordict.TensorDict):  # type: ignore[misc,name-defined]
+        def __init__(self, source: Any) -> None:
+            super().__init__(source, batch_size=[len(source["a"])])
+
+    made = map_tensors(torch.Tensor.double, OfRows({"a": torch.rand(4, 3)}))
+    assert (type(made), made.batch_size) == (OfRows, torch.Size([4]))
+    words = tensordict.stack([tensordict.TensorDict({"a": torch.ones(2), "word": f"{row}"}, []) for row in range(3)])
+    assert map_tensors(torch.Tensor.double, words)["a"].shape == (3, 2)

@@ -9,6 +9,7 @@ in ``forward`` where their own values, merged, are those of one device; see ``sl
 """
 
 import copy
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,27 +65,39 @@ class _Routed:
     What else a step asks of the method, such as its name or what a wrapper has set on it, is the method's own.
     """
 
-    __slots__ = ("method", "metric", "own", "route")
+    # Names that no method has an attribute of.
+    __slots__ = ("_routed_by", "_routed_metric", "_routed_name", "_routed_own")
 
     def __init__(self, metric: nn.Module, method: str, route: Callable[..., Any]) -> None:
-        self.metric = metric
-        self.method = method
-        self.own: Any = getattr(metric, method)
-        self.route = route
+        self._routed_metric = metric
+        self._routed_name = method
+        self._routed_own: Any = getattr(metric, method)
+        self._routed_by = route
 
     def __getattr__(self, name: str) -> Any:
         # An object that copy() has made, but not filled yet, has nothing to ask.
         if name in _Routed.__slots__:
             raise AttributeError(name)
-        return getattr(self.own, name)
+        return getattr(self._routed_own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _Routed.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._routed_own, name, value)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Else its ``__code__`` would be asked, which knows nothing of what the method is bound to.
+        return inspect.signature(self._routed_own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.route(_Call(self.metric, self.method, args, kwargs))
+        return self._routed_by(_Call(self._routed_metric, self._routed_name, args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A metric that a step clones is the step's own."""
-        clone = memo.get(id(self.metric), self.metric)
-        return types.MethodType(getattr(type(clone), self.method), clone)
+        clone = memo.get(id(self._routed_metric), self._routed_metric)
+        return types.MethodType(getattr(type(clone), self._routed_name), clone)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -283,7 +282,13 @@ class _StepsOnShadow:
 
 def _lists_of(module: torch.nn.Module) -> dict[ListPlace, Any]:
     """Those that a step may append to: the module's own, and those that all objects of a class share."""
-    return find_lists(chain(attributes_of(module), held_by_classes(module)))
+    found = find_lists(attributes_of(module))
+    known = set(map(id, found.values()))
+    # A search of its own, as each has a bound: tables in the body of a class must not hide lists of the module.
+    for place, items in find_lists(held_by_classes(module)).items():
+        if id(items) not in known:
+            found[place] = items
+    return found
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -150,6 +150,32 @@ def test_lists_of_a_class_have_the_items_of_one_device(own: Any, num_devices: in
         ours = fitted(with_lists_of_the_class(), strategy=dpx.DPXStrategy(**own), devices=num_devices)
     theirs = fitted(with_lists_of_the_class())
     torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(theirs.figures))
+
+
+class TabledCollects(Collects):
+    """Beside the tables of its class, which are no lists that steps append to, its own list lies deep."""
+
+    LABELS: ClassVar = {number: (f"class {number}", number) for number in range(1000)}
+    COLOURS: ClassVar = {number: (number % 255, 0, 0) for number in range(1000)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: dict[str, dict[str, list[torch.Tensor]]] = {"train": {"loss": []}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.outs["train"]["loss"].append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        losses = self.outs["train"]["loss"]
+        self.figures += [float(torch.stack(losses).mean()), float(len(losses))]
+
+
+@pytest.mark.parametrize(("own", "num_devices"), WAYS)
+def test_tables_of_a_class_hide_no_list_of_the_module(own: Any, num_devices: int) -> None:
+    ours = fitted(TabledCollects, strategy=dpx.DPXStrategy(**own), devices=num_devices)
+    torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(TabledCollects).figures))
 
 
 class CollectsDeeply(Collects):
