@@ -378,7 +378,8 @@ def test_case_59_a_plan_for_another_dtype_is_refused(tmp_path: Path) -> None:
 
 def test_case_59_a_plan_for_another_batch_gives_the_same_bits() -> None:
     plan = dpx.search_plan(deep(), batch(512), budget=0.6)
-    for rows in (64, 1024):
+    # 1,024 rows fit as well, as more of them is computed again.
+    for rows in (64, 2048):
         told = pytest.warns(UserWarning, match="it is another step") if rows > 512 else nullcontext()
         with told:
             ours = fit_batches(deep(), batch(rows), strategy=dpx.DPXStrategy(plan=plan), devices=1)

@@ -161,10 +161,10 @@ class Rematerialization(GraphTape):
             self.twins.of_all = True
 
     def peak_of_other_step(self) -> int:
-        """About what a backward of the last forward will take; 0 if that forward was as planned for."""
+        """About what the last forward has taken, or a backward of it will; 0 if that forward was as planned for."""
         if self.twins is None or not self._forward.differs:
             return 0
-        return self.twins.peak_of_backward(self.known.present())
+        return max(self._forward.most, self.twins.peak_of_backward(self.known.present()))
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""
@@ -272,6 +272,7 @@ class Rematerialization(GraphTape):
             value.keep(tensor)
             if self.twins is None or self.twins.is_of_step(value):
                 self._forward.kept += tensor.nbytes
+                self._note_most()
             if self._is_compressed(value):
                 # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):
@@ -281,6 +282,15 @@ class Rematerialization(GraphTape):
             # A plan that was made for a device can be followed on the host, but for this.
             elif name in self.actions.offloaded and not is_host(tensor.device):
                 offload(value, self._offloading)
+
+    def _note_most(self) -> None:
+        """Notes what another forward than the planned one has at a time, of what may be gone before its end."""
+        forward = self._forward
+        # With a tenth more it is looked at again: each look is at all values that are there.
+        if self.twins is None or not forward.differs or forward.kept <= 1.1 * forward.looked_at:
+            return
+        forward.looked_at = forward.kept
+        forward.most = max(forward.most, self.twins.bytes_kept(self.known.present()))
 
     def _is_compressed(self, value: Value) -> bool:
         """Whether the plan compresses the value, or where it does not know it, one that is its twin."""
@@ -373,14 +383,18 @@ class _Forward:
         waiting: How many forwards before it wait for their backward.
         kept: Bytes that it keeps so far.
         differs: Whether it is another one than the planned one.
+        most: Bytes that it had at a time, where it is another one.
+        looked_at: What it had kept when that was noted.
     """
 
-    __slots__ = ("differs", "kept", "waiting")
+    __slots__ = ("differs", "kept", "looked_at", "most", "waiting")
 
     def __init__(self, waiting: float) -> None:
         self.waiting: float = waiting
         self.kept: int = 0
         self.differs: bool = False
+        self.most: int = 0
+        self.looked_at: int = 0
 
 
 class _HoldsArguments:

@@ -121,6 +121,10 @@ class Twins:
         left = most - min(kept, self._room.kept)
         return bytes_to_make(value, left) <= left
 
+    def bytes_kept(self, values: Iterable[Value]) -> int:
+        """Bytes of those values that are there and are the step's own."""
+        return sum(value.tensor.nbytes for value in values if value.tensor is not None and self.is_of_step(value))
+
     def peak_of_backward(self, values: Iterable[Value]) -> int:
         """The most bytes that a backward will take at a time, of ``values`` in the order of the forward; about.
 
