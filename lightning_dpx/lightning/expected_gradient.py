@@ -6,8 +6,10 @@ expected here is made good if it turns out otherwise; only what is certain is re
 
 import inspect
 import itertools
-from collections.abc import Sequence
-from types import CodeType, FunctionType
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.transfers import TRANSFER_HOOKS
 from lightning_dpx.python_objects.origin import is_installed, is_library, runs_steps
 from lightning_dpx.replicas import ExpectedGradient
+from lightning_dpx.torch_compat import forward_hooks_of, forward_pre_hooks_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -42,17 +45,38 @@ def names_gradients(module: LightningModule) -> bool:
             is_hook = hasattr(LightningModule, name) and not hasattr(Module, name) and name not in _WITHIN_STEPS
             if not is_hook and _may_read(value.fget if isinstance(value, property) else value, set()):
                 return True
-    return False
+    return any(map(_object_may_read, _held_by(module)))
+
+
+def _held_by(module: Module) -> Iterator[Any]:
+    """What its parts call beside their own methods: hooks round their forwards, and objects that they keep."""
+    for child in module.modules():
+        yield from forward_hooks_of(child).values()
+        yield from forward_pre_hooks_of(child).values()
+        yield from vars(child).values()
+
+
+def _object_may_read(value: Any) -> bool:
+    """Whether a function, or a method of an object's class, says ``grad``, where it is the user's own."""
+    value = value.func if isinstance(value, partial) else value
+    value = value.__func__ if isinstance(value, MethodType) else value
+    if isinstance(value, FunctionType):
+        return not is_installed(value.__module__) and _may_read(value, set())
+    members: list[Any] = []
+    for kind in type(value).__mro__:
+        if not is_installed(kind.__module__):
+            members += vars(kind).values()
+    return any(_may_read(member, set()) for member in members if isinstance(member, FunctionType))
 
 
 def _may_read(function: Any, seen: set[int]) -> bool:
-    """Whether a function, or one that it names and that is none of a library's, says ``grad``."""
+    """Whether a function, or one that it names or holds and that is none of a library's, says ``grad``."""
     function = inspect.unwrap(function) if callable(function) else function
     code = getattr(function, "__code__", None)
     if code is None or id(code) in seen:
         return False
     seen.add(id(code))
-    if _names_grad(code):
+    if _names_grad(code) or any(_may_read(inner, seen) for inner in _functions_held_by(function)):
         return True
     known = getattr(function, "__globals__", {})
     for name in code.co_names:
@@ -64,6 +88,16 @@ def _may_read(function: Any, seen: set[int]) -> bool:
         if inner is not None and (_names_grad(inner) if is_installed(other.__module__) else _may_read(other, seen)):
             return True
     return False
+
+
+def _functions_held_by(function: Any) -> list[FunctionType]:
+    """Those in its closure."""
+    found: list[FunctionType] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it is empty until what it is for has been assigned
+            if isinstance(cell.cell_contents, FunctionType):
+                found.append(cell.cell_contents)
+    return found
 
 
 def _names_grad(code: CodeType) -> bool:

@@ -96,7 +96,31 @@ class ClipsByALibrary(LightningModule):
         return clip_grad_norm_(self.parameters(), 1.0)
 
 
-@pytest.mark.parametrize("kind", [ReadsInFunction, ReadsByGetattr, ReadsInTransfer, ClipsByALibrary])
+class Balance:
+    """What weighs a loss by gradients now and then, and is no module."""
+
+    def weight(self, parameters: Any) -> float:
+        return 1 / (1 + float(norm_of(parameters)))
+
+
+class ReadsByAnObject(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance = Balance()
+
+
+class HasAHook(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = lambda parameters: max(one.grad.norm() for one in parameters)  # noqa: E731  held by the hook's closure
+        self.net = nn.Linear(1, 1)
+        self.norms: list[Any] = []
+        self.net.register_forward_pre_hook(lambda net, _: self.norms.append(norm(net.parameters())))
+
+
+@pytest.mark.parametrize(
+    "kind", [ReadsInFunction, ReadsByGetattr, ReadsInTransfer, ClipsByALibrary, ReadsByAnObject, HasAHook]
+)
 def test_code_that_reads_gradients_by_way_of_something_else(kind: type[LightningModule]) -> None:
     assert names_gradients(kind())
 
