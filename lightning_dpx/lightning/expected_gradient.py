@@ -76,11 +76,10 @@ def _may_read(function: Any, seen: set[int]) -> bool:
     if code is None or id(code) in seen:
         return False
     seen.add(id(code))
-    if _names_grad(code) or any(_may_read(inner, seen) for inner in _functions_held_by(function)):
+    if _names_grad(code):
         return True
     known = getattr(function, "__globals__", {})
-    for name in code.co_names:
-        other = known.get(name)
+    for other in (*_held_by_closure(function), *map(known.get, code.co_names)):
         if not isinstance(other, FunctionType):
             continue
         # Of a library's only itself: what it calls has nothing to do with a user's parameters, as a rule.
@@ -90,13 +89,11 @@ def _may_read(function: Any, seen: set[int]) -> bool:
     return False
 
 
-def _functions_held_by(function: Any) -> list[FunctionType]:
-    """Those in its closure."""
-    found: list[FunctionType] = []
+def _held_by_closure(function: Any) -> list[Any]:
+    found: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # it is empty until what it is for has been assigned
-            if isinstance(cell.cell_contents, FunctionType):
-                found.append(cell.cell_contents)
+            found.append(cell.cell_contents)
     return found
 
 
