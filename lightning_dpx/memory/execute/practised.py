@@ -34,7 +34,8 @@ class _Patience:
 
     Args:
         watched: The first ones, and as many again after one that did not follow the routine.
-        planned: The names of values that the plan drops, which are to be seen first.
+        planned: What is to be seen first: the names of values that the plan drops, and the paths of modules like those
+            that save them.
 
     Attributes:
         num_losses: Forwards so far that did not follow the routine that they began with.
@@ -57,17 +58,12 @@ class _Patience:
             self._left = max(self._left, 1)
         return self._left > 0
 
-    def spend(self, met: Collection[str], *, waits: bool) -> None:
-        """A forward was followed, and may be relied on; it has saved the values of the names ``met``.
-
-        Args:
-            met: Of values.
-            waits: Whether parts were not called yet that save what the plan drops in others.
-        """
+    def spend(self, met: Collection[str]) -> None:
+        """A forward was followed, and may be relied on; it has saved or called what is named in ``met``."""
         self._unmet -= set(met)
         # Steps that leave out parts of it, as with random layers, have to show all of it first: the
         # first call of a part that was never seen loses the routine, with all that comes after it.
-        if not (self._unmet or waits) or self._num_forwards >= _MOST_UNTIL_ALL_IS_MET:
+        if not self._unmet or self._num_forwards >= _MOST_UNTIL_ALL_IS_MET:
             self._left -= 1
 
     def begin_anew(self) -> None:
@@ -112,7 +108,7 @@ class Practised(Rematerialization):
         self._current = threading.local()
         self._learnt: Routine | None = None
         self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
-        self._patience = _Patience(watched, self.actions.dropped)
+        self._patience = _Patience(watched, {*self.actions.dropped, *_siblings_of(self.actions.dropped, names.parts)})
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         # Several threads may run forwards of the module at the same time.
         self._guard = threading.Lock()
@@ -120,7 +116,6 @@ class Practised(Rematerialization):
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
         self._sizes = SavedSizes()
-        self._uncalled_alike = _siblings_of(self.actions.dropped, names.parts)
 
     @property
     def num_losses(self) -> int:
@@ -206,9 +201,8 @@ class Practised(Rematerialization):
             self._refused_before = set(self.refused)
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
-                met = {event.name for event in forward.events if isinstance(event, Saved)}
-                self._uncalled_alike.difference_update(forward.calls)
-                self._patience.spend(met, waits=bool(self._uncalled_alike))
+                saved = {event.name for event in forward.events if isinstance(event, Saved)}
+                self._patience.spend(saved.union(forward.calls))
 
     def _uncalled(self, forward: FollowedForward) -> set[Entered]:
         """First calls of modules that this forward has not called: nothing is known of what is saved in them."""

@@ -294,8 +294,10 @@ class Rematerialization(GraphTape):
 
     def _is_compressed(self, value: Value) -> bool:
         """Whether the plan compresses the value, or where it does not know it, one that is its twin."""
-        if value.name in self.actions.compressed or self.twins is None or not self.twins.is_other(value):
-            return value.name in self.actions.compressed
+        if value.name in self.actions.compressed:
+            return True
+        if self.twins is None or not self.twins.is_other(value):
+            return False
         return any(twin in self.actions.compressed for twin in self.twins.of(value))
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
