@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.object_graph import pairs_of
-from lightning_dpx.python_objects.origin import is_library, runs_steps
+from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas.mirrors import has_attributes
 from lightning_dpx.torch_compat import tree_map_only
@@ -284,7 +284,7 @@ def _on_class(kind: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         # Those of torch and Lightning are tables of their own, which no step appends to.
-        if is_library(base) or runs_steps(base):
+        if is_library(base):
             continue
         for name, value in vars(base).items():
             if name.startswith("__"):
@@ -300,7 +300,7 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (list, tuple, deque, UserDict, ChainMap, *_MAPPINGS)):
         return True
     kind = type(value)
-    return has_attributes(value) and not is_library(kind) and not runs_steps(kind)
+    return has_attributes(value) and not is_library(kind)
 
 
 def _items(value: Any) -> Iterator[tuple[Hashable, Any]]:
