@@ -1,6 +1,5 @@
 """Saved tensors that rest in the host's memory: the budget is kept, the bits are, and the copies run beside kernels."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import nn
 from lightning_dpx import MemoryPlan
 from lightning_dpx.memory import apply_plan, forecast_plan, profile_module, remove_plan, search_plan
 from tests.gpu.models import Subject
-from tests.gpu.place import Place
+from tests.gpu.place import Event, Place, read_recording
 
 _ROUNDS = 5
 
@@ -41,7 +40,7 @@ def budget_kept_and_copies_hidden(place: Place) -> dict[str, Any]:
         figures[f"prefetch_depth {prefetch_depth}"] = {
             "time": round(seconds / plain, 3),
             "predicted over measured": round(predicted / measured, 4),
-            **_hidden(place.traces / f"overlap_{prefetch_depth}.kernels.json.gz"),
+            **_hidden(place.traces / f"overlap_{prefetch_depth}.json.gz"),
         }
     return figures
 
@@ -72,22 +71,20 @@ def _link(place: Place, num_bytes: int) -> dict[str, float]:
 
 
 def _hidden(path: Path) -> dict[str, float]:
-    """Of the time of copies, the share during which a kernel ran; nothing without a trace."""
+    """Of the time of copies, the share during which a kernel ran; nothing without a recording."""
     if not path.exists():
         return {}
-    import gzip
-
-    with gzip.open(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    copies = [_span(event) for event in events if event.get("cat") == "gpu_memcpy"]
-    kernels = sorted(_span(event) for event in events if event.get("cat") == "kernel")
+    events = read_recording(path)["events"]
+    copies = [_span(event) for event in events if event[0] == "gpu_memcpy"]
+    kernels = sorted(_span(event) for event in events if event[0] == "kernel")
     total = sum(end - begin for begin, end in copies)
     beside = sum(_common(copy, kernels) for copy in copies)
     return {"ms of copies": total / 1e3, "share beside kernels": round(beside / total, 3) if total else 0.0}
 
 
-def _span(event: dict[str, Any]) -> tuple[float, float]:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+def _span(event: Event) -> tuple[float, float]:
+    begin, lasts = float(event[3]), float(event[4])
+    return begin, begin + lasts
 
 
 def _common(copy: tuple[float, float], kernels: list[tuple[float, float]]) -> float:

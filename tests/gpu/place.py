@@ -1,8 +1,7 @@
 """Where a task runs, how large its models are, and what it records."""
 
 import gzip
-import pickle
-import shutil
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ import torch
 import lightning_dpx
 
 FIGURES = "{}.figures.json"
+Event = list[Any]
+_MOST_BLOCKS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +86,47 @@ class Place:
 
     @contextmanager
     def recording(self, name: str) -> Iterator[None]:
-        """Every allocation and kernel of the block, in a snapshot and a trace; nothing on simulated devices."""
+        """What the block allocates, frees and runs, in a file; nothing on simulated devices.
+
+        The file is JSON: ``blocks`` has what the allocator did, ``[action, address, bytes]`` in order; ``events`` what
+        the profiler saw, ``[category, name, thread or stream, microseconds, duration, bytes, bytes in all]``, of which
+        the last two are those of an allocation.
+        """
         if not self.is_real:
             yield
             return
         self.traces.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+        torch.cuda.memory._record_memory_history(context=None, max_entries=_MOST_BLOCKS)
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         try:
-            with torch.profiler.profile(activities=kinds) as profiler:
+            with torch.profiler.profile(activities=kinds, profile_memory=True) as profiler:
                 yield
                 self.synchronize()
-            with gzip.open(self.traces / f"{name}.memory.pickle.gz", "wb") as file:
-                pickle.dump(torch.cuda.memory._snapshot(), file)
+            traced = torch.cuda.memory._snapshot()["device_traces"][self.device.index]
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-        plain = self.traces / f"{name}.kernels.json"
-        profiler.export_chrome_trace(str(plain))
-        with open(plain, "rb") as source, gzip.open(f"{plain}.gz", "wb") as target:
-            shutil.copyfileobj(source, target)
-        plain.unlink()
+        blocks = [(entry["action"], entry["addr"], entry["size"]) for entry in traced]
+        with gzip.open(self.traces / f"{name}.json.gz", "wt") as file:
+            json.dump({"blocks": blocks, "events": self._events(profiler)}, file)
+
+    def _events(self, profiler: torch.profiler.profile) -> list[Event]:
+        """Those that last or allocate on the device, without what else a trace says of them."""
+        whole = self.traces / "whole.json"
+        profiler.export_chrome_trace(str(whole))
+        found = json.loads(whole.read_text())["traceEvents"]
+        whole.unlink()
+        return [_event(one) for one in found if "dur" in one or one.get("name") == "[memory]"]
+
+
+def read_recording(path: Path) -> dict[str, list[Event]]:
+    """What :meth:`Place.recording` has written."""
+    with gzip.open(path, "rt") as file:
+        found: dict[str, list[Event]] = json.load(file)
+    return found
+
+
+def _event(one: dict[str, Any]) -> Event:
+    args = one.get("args", {})
+    amounts = [args.get("Bytes", 0), args.get("Total Allocated", 0)]
+    place = args.get("Device Id", -1) if one["name"] == "[memory]" else one["tid"]
+    return [one.get("cat", ""), one["name"], place, one["ts"], one.get("dur", 0), *amounts]

@@ -4,7 +4,8 @@
     tests/gpu/run --out FOLDER                once more: only what failed, or was not reached
     tests/gpu/run --out FOLDER --device sim   the same tasks, small, on simulated devices
 
-Each task is a process of its own, so that none can spoil another, and the session goes on after a failure. FOLDER
+Each task is a process of its own, so that none can spoil another, and the session goes on after a failure. Those that
+time nothing run side by side first, because the device's hours are dear; then each of the others by itself. FOLDER
 holds ``summary.json`` (per task: its end, its seconds, its figures), ``logs.tar.gz`` (what it printed) and
 ``traces.tar.gz`` (allocations and kernels, for whoever corrects a planner afterwards without a GPU). All three are
 written anew after every task: a session that is cut off leaves what it had.
@@ -18,6 +19,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -38,12 +40,14 @@ class Task:
         function: ``module:function`` in ``tests.gpu``, called with a :class:`Place`; it returns figures, or fails.
         command: Instead of a function, the arguments of a Python of its own.
         seconds: After which it is stopped.
+        is_timed: Whether its figures are times, which others that run beside it would spoil.
     """
 
     name: str
     function: str = ""
     command: tuple[str, ...] = ()
     seconds: int = 120
+    is_timed: bool = False
 
 
 # Warnings are printed: a new one of that machine's torch must not take the place of what a test shows.
@@ -54,13 +58,14 @@ TASKS = (
     Task("marked_tests", command=_MARKED, seconds=240),
     Task("parity_one_device", "parity:one_device"),
     Task("parity_two_replicas", "parity:two_replicas_on_one_device"),
-    Task("plans", "planning:budgets_are_kept", seconds=240),
-    Task("plans_dry", "planning:dry_plans_against_real_ones", seconds=120),
-    Task("offloading", "offloading:budget_kept_and_copies_hidden"),
+    Task("plans", "planning:budgets_are_kept", seconds=240, is_timed=True),
+    Task("plans_dry", "planning:dry_plans_against_real_ones", seconds=120, is_timed=True),
+    Task("offloading", "offloading:budget_kept_and_copies_hidden", is_timed=True),
     Task("scaler", "precision:one_replica_overflows"),
+    Task("jobs", "jobs:of_others", seconds=240),
     Task("out_of_memory", "out_of_memory:replanned"),
-    Task("host_time", "speed:host_time_of_a_step"),
-    Task("step_time", "speed:step_time_at_the_peak_of_peers", seconds=240),
+    Task("host_time", "speed:host_time_of_a_step", is_timed=True),
+    Task("step_time", "speed:step_time_at_the_peak_of_peers", seconds=240, is_timed=True),
 )
 
 
@@ -89,15 +94,24 @@ def run_tasks(
     out.mkdir(parents=True, exist_ok=True)
     summary = _read(out / "summary.json")
     deadline = time.monotonic() + 60 * minutes
-    for task in tasks:
-        asked = task.name in only if only else summary.get(task.name, {}).get("end") != "passed"
-        left = deadline - time.monotonic()
-        if asked and left < _LEAST_SECONDS:
-            summary[task.name] = {"end": "not reached"}
-        elif asked:
-            summary[task.name] = _run(task, device, out, min(left, task.seconds))
-            print(_line(task.name, summary[task.name]), flush=True)
+    asked = [
+        task for task in tasks if (task.name in only if only else summary.get(task.name, {}).get("end") != "passed")
+    ]
+    together = [task for task in asked if not task.is_timed]
+    alone = [task for task in asked if task.is_timed]
+
+    def note(task: Task, entry: dict[str, Any]) -> None:
+        summary[task.name] = entry
+        if "seconds" in entry:
+            print(_line(task.name, entry), flush=True)
         _write(out, summary)
+
+    with ThreadPoolExecutor(max(1, len(together))) as pool:
+        running = {pool.submit(_run_until, deadline, task, device, out): task for task in together}
+        for future in as_completed(running):
+            note(running[future], future.result())
+    for task in alone:
+        note(task, _run_until(deadline, task, device, out))
     return summary
 
 
@@ -113,10 +127,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _run_until(deadline: float, task: Task, device: str, out: Path) -> dict[str, Any]:
+    """How a task ended, unless there is no time left for it."""
+    left = deadline - time.monotonic()
+    if left < _LEAST_SECONDS:
+        return {"end": "not reached"}
+    return _run(task, device, out, min(left, task.seconds))
+
+
 def _run(task: Task, device: str, out: Path, seconds: float) -> dict[str, Any]:
     """A task in a process of its own, its output in a log."""
     logs = out / "logs"
-    logs.mkdir(exist_ok=True)
+    logs.mkdir(parents=True, exist_ok=True)
     figures = out / FIGURES.format(task.name)
     figures.unlink(missing_ok=True)
     start = time.monotonic()

@@ -1,0 +1,241 @@
+"""Models of libraries under a Trainer, with every option that touches the device, beside Lightning's own strategy."""
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_dpx as dpx
+from tests.gpu.place import Place
+
+_EXACT = 2e-4  # of the largest weight: kernels of other shapes add up in another order, and steps blow that up
+_HALF = 3e-2  # where activations have 8 or 11 bits
+_STEPS = 3
+_SHARE = 0.8  # of the bytes that the same job takes without a budget
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run of ``dpx``, and what it may differ by from one on one device without it.
+
+    Attributes:
+        replicas: How many, on one device.
+        strategy: Options of :class:`DPXStrategy`.
+        trainer: Of both Trainers.
+        tolerance: Of the largest weight; 0 for the same bits.
+    """
+
+    replicas: int = 1
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = _EXACT
+
+
+_MONITORS = {"callbacks": [dpx.DeviceMemoryMonitor()]}
+JOBS = {
+    "one device": Job(tolerance=0.0),
+    "budget": Job(strategy={"memory_budget": _SHARE, "micro_batches": 1}, tolerance=0.0),
+    "budget, M chosen": Job(strategy={"memory_budget": _SHARE}),
+    "budget, monitors": Job(strategy={"memory_budget": _SHARE}, trainer=_MONITORS),
+    "micro-batches": Job(strategy={"micro_batches": 4}),
+    "two in line": Job(replicas=2, strategy={"execution": "inline"}),
+    "two in threads": Job(replicas=2, strategy={"execution": "threads"}),
+    "two, colocate, buckets": Job(replicas=2, strategy={"execution": "threads", "reducer": "colocate"}),
+    "two, budget": Job(replicas=2, strategy={"execution": "threads", "memory_budget": _SHARE}),
+    "three, unequal, micro-batches": Job(
+        replicas=3, strategy={"execution": "threads", "workload": [3, 2, 1], "micro_batches": 2}
+    ),
+    "replanned": Job(strategy={"on_oom": "replan"}, tolerance=0.0),
+    "bf16": Job(trainer={"precision": "bf16-mixed"}, tolerance=0.0),
+    "bf16, two, budget": Job(
+        replicas=2,
+        strategy={"execution": "threads", "memory_budget": _SHARE},
+        trainer={"precision": "bf16-mixed"},
+        tolerance=_HALF,
+    ),
+    "fp16, two": Job(
+        replicas=2, strategy={"execution": "threads"}, trainer={"precision": "16-mixed"}, tolerance=_HALF
+    ),
+    "bf16 true, budget": Job(strategy={"memory_budget": _SHARE}, trainer={"precision": "bf16-true"}, tolerance=_HALF),
+    "clipped, accumulated": Job(
+        replicas=2,
+        strategy={"execution": "threads"},
+        trainer={"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    ),
+}
+
+
+def of_others(place: Place) -> dict[str, Any]:
+    """All jobs of all models; what went wrong is told together at the end."""
+    figures: dict[str, Any] = {}
+    faults: list[str] = []
+    for model_name, make in _models(place).items():
+        plain: dict[str, Any] = {}
+        for name, job in JOBS.items():
+            try:
+                found = _run(place, make, job, plain)
+            except Exception as error:  # noqa: BLE001  the others are tried, too, and this is told below
+                traceback.print_exc()
+                found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            figures[f"{model_name}: {name}"] = found
+            sys.stderr.write(f"{model_name}, {name}: {found}\n")  # also of a session that is cut off
+            if "error" in found or not found["difference"] <= job.tolerance:
+                faults.append(f"{model_name}, {name}: {found}")
+    assert not faults, "; ".join(faults)
+    return figures
+
+
+def _run(place: Place, make: Callable[[], "Foreign"], job: Job, plain: dict[str, Any]) -> dict[str, Any]:
+    key = str(sorted((name, value) for name, value in job.trainer.items() if name != "callbacks"))
+    trainer_options = {name: value for name, value in job.trainer.items() if name != "callbacks"}
+    if key not in plain:
+        # Lightning's own strategies know no simulated devices.
+        plain[key] = _fit(place, make, strategy="auto" if place.is_real else "dpx", devices=1, **trainer_options)
+    expected, plain_peak = plain[key]
+
+    def fit(**options: Any) -> tuple[dict[str, Tensor], int]:
+        strategy = dpx.DPXStrategy(parallel_devices=[place.device] * job.replicas, plan_cache=False, **options)
+        return _fit(place, make, strategy=strategy, **job.trainer)
+
+    options = dict(job.strategy)
+    if "memory_budget" in options:
+        share = options.pop("memory_budget")
+        unplanned = fit(**options | {"micro_batches": 1})[1]
+        options["memory_budget"] = int(share * unplanned)
+    given, peak = fit(**options)
+    largest = max(float(value.abs().max()) for value in expected.values())
+    worst = max(float((given[name] - expected[name]).abs().max()) for name in expected)
+    found = {"difference": worst / largest, "peak over plain": round(peak / plain_peak, 3)}
+    if "memory_budget" in options:
+        found["peak over budget"] = round(peak / options["memory_budget"], 3)
+    return found
+
+
+def _fit(place: Place, make: Callable[[], "Foreign"], **options: Any) -> tuple[dict[str, Tensor], int]:
+    """Weights after a few steps, and the most bytes on the device."""
+    seed_everything(0, verbose=False)
+    model = make()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator=place.accelerator,
+        max_epochs=1,
+        enable_model_summary=False,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        **quiet,
+        **options,
+    )
+    loader = DataLoader(model.items(), batch_size=model.rows)
+    gc.collect()  # what the run before has left would be freed in the middle of this one
+    place.module.empty_cache()
+    peak = place.peak_of(lambda: trainer.fit(model, loader, loader))
+    return {name: value.detach().float().cpu() for name, value in model.state_dict().items()}, peak
+
+
+class Foreign(LightningModule):
+    """A library's model; subclasses tell its loss and its items.
+
+    Attributes:
+        rows: Of a batch.
+    """
+
+    rows: int = 12
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def items(self) -> list[Any]:
+        """A few batches."""
+        raise NotImplementedError
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """A mean over rows."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+class Language(Foreign):
+    """Token ids to the loss of the library's own head."""
+
+    def __init__(self, net: nn.Module, length: int) -> None:
+        super().__init__(net)
+        self.length = length
+
+    def items(self) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(200, (_STEPS * self.rows, self.length), generator=generator)
+        return [{"input_ids": row, "labels": row} for row in ids]
+
+    def loss_of(self, batch: Any) -> Tensor:
+        loss: Tensor = self.net(**batch).loss
+        return loss
+
+
+class Pictures(Foreign):
+    """Images to the cross entropy of ten classes."""
+
+    def __init__(self, net: nn.Module, size: int) -> None:
+        super().__init__(net)
+        self.size = size
+
+    def items(self) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(_STEPS * self.rows, 3, self.size, self.size, generator=generator)
+        labels = torch.randint(10, (len(images),), generator=generator)
+        return list(zip(images, labels, strict=True))
+
+    def loss_of(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+
+def _models(place: Place) -> dict[str, Callable[[], Foreign]]:
+    import transformers
+
+    width, depth, length, size = (256, 6, 256, 128) if place.is_real else (32, 2, 16, 32)
+
+    def gpt() -> Foreign:
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(n_embd=width, n_layer=depth, n_head=4, vocab_size=200, **off)
+        return Language(transformers.GPT2LMHeadModel(config), length)
+
+    def vit() -> Foreign:
+        sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4, "num_labels": 10}
+        config = transformers.ViTConfig(image_size=size, patch_size=8, intermediate_size=2 * width, **sizes)
+        return Pictures(_Logits(transformers.ViTForImageClassification(config)), size)
+
+    def convnext() -> Foreign:
+        config = transformers.ConvNextConfig(hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], num_labels=10)
+        return Pictures(_Logits(transformers.ConvNextForImageClassification(config)), size)
+
+    return {"gpt2": gpt, "vit": vit, "convnext": convnext}
+
+
+class _Logits(nn.Module):
+    """What a library's classifier gives, without the rest of its output."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.inner(images).logits
+        return logits
