@@ -29,10 +29,19 @@ def free_bytes(device: torch.device) -> int:
     if not keeps_statistics(device):
         # Beyond that the system takes memory from others, or refuses.
         return int(module.recommended_max_memory() - module.current_allocated_memory())
-    free, _ = module.mem_get_info(device)
+    free, total = module.mem_get_info(device)
     # The driver counts what PyTorch's allocator keeps for later as taken, and to us it is free.
-    cached = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(free + max(0, cached))
+    allocated = module.memory_allocated(device)
+    cached = module.memory_reserved(device) - allocated
+    return int(max(0, min(free + max(0, cached), _allowed(device, total) - allocated)))
+
+
+def _allowed(device: torch.device, total: int) -> int:
+    """Bytes of ``total`` for this process: ``torch.cuda.set_per_process_memory_fraction`` may leave it a part only."""
+    fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    if fraction is None:
+        return total
+    return int(fraction(device) * total)
 
 
 class Capacity(NamedTuple):
@@ -94,7 +103,8 @@ def capacity_of(device: torch.device) -> Capacity:
     if total > NO_LIMIT:
         return Capacity(reserved, 0, 0)
     listed = _listed_for_others(device) if device.type == "cuda" else None
-    return Capacity(reserved, total, max(0, total - free - reserved) if listed is None else listed)
+    others = max(0, total - free - reserved) if listed is None else listed
+    return Capacity(reserved, _allowed(device, total), others)
 
 
 def _listed_for_others(device: torch.device) -> int | None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from lightning_dpx.bench.models import TransformerBlock
 from lightning_dpx.bench.staged import STAGED_MODELS, Chain
+from lightning_dpx.memory import Profile, profile_module
+from lightning_dpx.memory.module_step import sum_of
 from tests.gpu.place import Place
 
 
@@ -20,21 +22,25 @@ class Subject:
     inputs: tuple[Tensor, ...]
 
     def step(self) -> None:
-        """Forward and backward from nothing but the weights."""
-        self.module.zero_grad(set_to_none=True)
+        """Forward and backward; adds to gradients that are there."""
         torch.manual_seed(0)
-        outputs = self.module(*self.inputs)
-        outputs.float().pow(2).mean().backward()
+        sum_of(self.module(*self.inputs)).backward()
 
     def activations(self, place: Place) -> int:
-        """Bytes that a step takes at the most, less the gradients that stay: what a budget of activations means."""
-        self.module.zero_grad(set_to_none=True)
-        peak = place.peak_of(self.step)
-        return peak - sum(one.grad.nbytes for one in self.module.parameters() if one.grad is not None)
+        """Bytes that a step takes at the most beside gradients, which are there before."""
+        self.step()
+        return place.peak_of(self.step)
+
+    def profile(self, device: str | None = None) -> Profile:
+        """Of such a step; on fakes of a device."""
+        return profile_module(self.module, *self.inputs, device=device, accumulates=True)
 
     def gradients(self) -> list[Tensor]:
-        """Of one step."""
-        self.step()
+        """Of one step, with the algorithms of cuDNN whose bits are the same every time."""
+        self.module.zero_grad()
+        torch.manual_seed(0)
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+            self.module(*self.inputs).float().pow(2).mean().backward()  # the sum behind a layer norm has none
         return [one.grad.clone() for one in self.module.parameters() if one.grad is not None]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx import MemoryPlan
-from lightning_dpx.memory import apply_plan, forecast_plan, profile_module, remove_plan, search_plan
+from lightning_dpx.memory import apply_plan, forecast_plan, remove_plan, search_plan
 from tests.gpu.models import Subject
 from tests.gpu.place import Event, Place, read_recording
 
@@ -22,7 +22,7 @@ def budget_kept_and_copies_hidden(place: Place) -> dict[str, Any]:
     subject = _layers(place, width, rows, depth)
     subject.step()
     expected, plain = subject.gradients(), place.seconds_of(subject.step, _ROUNDS)
-    profile = profile_module(subject.module, *subject.inputs)
+    profile = subject.profile()
     figures: dict[str, Any] = {"link GB/s": _link(place, 2**28 if place.is_real else 2**20), "plain ms": 1e3 * plain}
     offloaded = _all_offloaded(subject)
     for prefetch_depth in (0, 2):
@@ -52,7 +52,7 @@ def _layers(place: Place, width: int, rows: int, depth: int) -> Subject:
 
 
 def _all_offloaded(subject: Subject) -> MemoryPlan:
-    plan = search_plan(subject.module, *subject.inputs, budget=1.0)
+    plan = search_plan(subject.module, *subject.inputs, budget=1.0, accumulates=True)
     return plan.with_actions({decision.name: "offload" for decision in plan.decisions})
 
 

@@ -2,8 +2,9 @@
 
 import gzip
 import json
+import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,29 @@ import lightning_dpx
 FIGURES = "{}.figures.json"
 Event = list[Any]
 _MOST_BLOCKS = 200_000
+
+
+class FaultsError(AssertionError):
+    """What a task has found wrong, after it has tried everything.
+
+    Attributes:
+        figures: Of all that it tried.
+    """
+
+    def __init__(self, faults: Sequence[str], figures: dict[str, Any]) -> None:
+        super().__init__("; ".join(faults))
+        self.figures = figures
+
+
+def judged(figures: dict[str, Any], faults: Sequence[str]) -> dict[str, Any]:
+    """``figures``, if there are no faults.
+
+    Raises:
+        FaultsError: There are.
+    """
+    if faults:
+        raise FaultsError(faults, figures)
+    return figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +132,13 @@ class Place:
         blocks = [(entry["action"], entry["addr"], entry["size"]) for entry in traced]
         with gzip.open(self.traces / f"{name}.json.gz", "wt") as file:
             json.dump({"blocks": blocks, "events": self._events(profiler)}, file)
+
+    def keep(self, name: str, what: object) -> None:
+        """A pickled object beside the recordings, to be looked at elsewhere."""
+        if self.is_real:
+            self.traces.mkdir(parents=True, exist_ok=True)
+            with gzip.open(self.traces / f"{name}.pickle.gz", "wb") as file:
+                pickle.dump(what, file)
 
     def _events(self, profiler: torch.profiler.profile) -> list[Event]:
         """Those that last or allocate on the device, without what else a trace says of them."""

@@ -12,6 +12,7 @@ written anew after every task: a session that is cut off leaves what it had.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.place import FIGURES, Place
+from tests.gpu.place import FIGURES, FaultsError, Place
 
 _PYTHON = sys.executable
 _LEAST_SECONDS = 5.0  # under which no task is begun
@@ -62,7 +63,9 @@ TASKS = (
     Task("plans_dry", "planning:dry_plans_against_real_ones", seconds=120, is_timed=True),
     Task("offloading", "offloading:budget_kept_and_copies_hidden", is_timed=True),
     Task("scaler", "precision:one_replica_overflows"),
-    Task("jobs", "jobs:of_others", seconds=240),
+    Task("jobs_gpt2", "jobs:gpt2", seconds=240),
+    Task("jobs_vit", "jobs:vit", seconds=240),
+    Task("jobs_convnext", "jobs:convnext", seconds=240),
     Task("out_of_memory", "out_of_memory:replanned"),
     Task("host_time", "speed:host_time_of_a_step", is_timed=True),
     Task("step_time", "speed:step_time_at_the_peak_of_peers", seconds=240, is_timed=True),
@@ -175,11 +178,18 @@ def _run_here(name: str, place: Place, out: Path) -> int:
     (task,) = (task for task in TASKS if task.name == name)
     module_name, _, function_name = task.function.partition(":")
     place.prepare()
-    module = import_module(f"tests.gpu.{module_name}")
-    figures = getattr(module, function_name)(place)
+    faulthandler.dump_traceback_later(0.9 * task.seconds)  # where a task is that will be stopped
+    function = getattr(import_module(f"tests.gpu.{module_name}"), function_name)
+    failed = ""
+    try:
+        figures = function(place)
+    except FaultsError as error:
+        figures = error.figures
+        failed = str(error)
     (out / FIGURES.format(name)).write_text(json.dumps(figures))
     print(json.dumps(figures, indent=2))
-    return 0
+    print(failed)
+    return int(bool(failed))
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

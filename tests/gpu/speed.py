@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_dpx import PlanError, ReplicaGroup
 from lightning_dpx.bench.models import TransformerBlock
 from lightning_dpx.bench.plan_peers import PEERS
-from lightning_dpx.memory import apply_plan, plan_profile, profile_module, remove_plan
+from lightning_dpx.memory import apply_plan, plan_profile, remove_plan
 from lightning_dpx.memory.plan.make_plan import make_planner
 from tests.gpu.models import Subject, large_gpt
 from tests.gpu.place import Place
@@ -57,7 +57,7 @@ def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
 
 
 def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
-    profile, module = profile_module(subject.module, *subject.inputs), subject.module
+    profile, module = subject.profile(), subject.module
     plain, unplanned = place.seconds_of(subject.step, _ROUNDS), subject.activations(place)
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in module.parameters()), "plain ms": 1e3 * plain}
     for peer, runner in PEERS.items():

@@ -12,7 +12,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import nccl
 
-from lightning_dpx.devices import OffloadedTensor, capacity_of, linked_groups, memory, num_direct_links, offload
+from lightning_dpx.devices import (
+    OffloadedTensor,
+    capacity_of,
+    free_bytes,
+    linked_groups,
+    memory,
+    num_direct_links,
+    offload,
+)
 from lightning_dpx.reducers import make_reducer
 
 HERE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -139,6 +147,33 @@ def test_what_other_processes_hold_is_read_from_the_driver(monkeypatch: Any) -> 
     assert capacity_of(HERE) == (100, 1000, 200)
     processes[:] = processes[1:]  # in a container: nobody has our number
     assert capacity_of(HERE) == (100, 1000, 300), "what is neither free nor ours"
+
+
+def test_a_process_that_may_take_a_part_of_a_device_has_no_more_than_that(monkeypatch: Any) -> None:
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (600, 1000),
+        memory_reserved=lambda device: 150,
+        memory_allocated=lambda device: 100,
+        get_per_process_memory_fraction=lambda device: fraction,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(memory, "pynvml_handler", lambda device: "handle")
+    fraction = 1.0
+    assert (free_bytes(HERE), capacity_of(HERE).total) == (650, 1000)
+    fraction = 0.3
+    assert (free_bytes(HERE), capacity_of(HERE).total) == (200, 300)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
+def test_what_is_free_of_a_part_of_a_device(kind: str) -> None:
+    device = torch.device(kind, 0)
+    whole = capacity_of(device).total
+    torch.cuda.set_per_process_memory_fraction(0.01, device)
+    try:
+        assert capacity_of(device).total == int(0.01 * whole)
+        assert free_bytes(device) <= 0.01 * whole
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])

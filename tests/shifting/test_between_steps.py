@@ -9,7 +9,7 @@ from lightning_dpx.shifting.between_steps import BetweenSteps
 from tests.conftest import SIMULATED, sim_device
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-HERE, THERE = torch.device("cpu"), torch.device("sim", 1)
+HERE, THERE = torch.device("cpu"), sim_device(1)
 
 
 def mode() -> BetweenSteps:

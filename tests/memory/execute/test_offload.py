@@ -59,7 +59,10 @@ def test_offloaded_values_give_the_same_gradients(name: str, prefetch_depth: int
     plain = copy.deepcopy(module)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         for backwards in (1, 2):  # the second through the same graph
+            twin = copy.deepcopy(plain)
             expected = gradients(plain, x, backwards)
+            # Some backwards of CUDA add up in any order.
+            repeats = home.type != "cuda" or all(map(torch.equal, gradients(twin, x, backwards), expected))
             applied = dpx.apply_plan(module, plan)
             clear = home.type == "sim"
             if clear:
@@ -70,7 +73,9 @@ def test_offloaded_values_give_the_same_gradients(name: str, prefetch_depth: int
                 back = sum(t.num_copies for t in traffic() if t.source == HOST and t.maker.startswith("devices."))
                 once = backwards * len(applied.plan.names("offload"))  # some again, where backward takes another way
                 assert once <= back <= 1.02 * once, "each was fetched once"
-            assert all(map(torch.equal, ours, expected))
+            for one, other in zip(ours, expected, strict=True):
+                tolerance = 0.0 if repeats else 1e-4 * float(other.abs().max())
+                torch.testing.assert_close(one, other, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def tower(home: torch.device, prefetch_depth: int) -> tuple[Tower, Tensor]:
