@@ -146,12 +146,13 @@ def _exposed(profile: Profile, replay: StepReplay) -> float:
     """Seconds of the copies that no computation hides."""
     out = [profile.values[index].copying for index in replay.offloaded.order]
     back = replay.work.fetches
+    by_host = profile.overhead.per_offload * len(out)
     # The device waits for every copy, so nothing hides any of them.
     if not profile.prefetch_depth:
-        return sum(out) + sum(back)
+        return sum(out) + sum(back) + by_host
     forward = profile.forward_seconds
     # Copies back hide behind recomputation as well.
     backward = profile.step_seconds - forward + replay.work.seconds
     exposed_out = max(sum(out) - forward, max(out, default=0.0))
     exposed_back = max(sum(back) - backward, max(back, default=0.0))
-    return exposed_out + exposed_back + HIDDEN_SHARE * (sum(out) + sum(back))
+    return exposed_out + exposed_back + HIDDEN_SHARE * (sum(out) + sum(back)) + by_host

@@ -36,7 +36,8 @@ def ways_to_offload(profile: Profile) -> Iterator[Profile]:
         # What goes out hides behind forward, and the same comes back behind backward: the shorter
         # one decides.
         beside = min(profile.forward_seconds, profile.step_seconds - profile.forward_seconds)
-        hidden = _offloaded(profile, _costliest(profile, costs, _HIDES * beside), share=HIDDEN_SHARE)
+        chosen = _costliest(profile, costs, _HIDES * beside, least=profile.overhead.per_offload)
+        hidden = _offloaded(profile, chosen, share=HIDDEN_SHARE)
         yield replace(hidden, prefetch_depth=PREFETCH_DEPTH)
     yield profile
     if costs:
@@ -63,7 +64,7 @@ def _offloaded(profile: Profile, chosen: Collection[int], share: float = 1.0) ->
     values = list(profile.values)
     for index in chosen:
         # Away and back, and no inputs: what comes back from the host is computed from nothing.
-        seconds = share * 2 * values[index].copying
+        seconds = share * 2 * values[index].copying + profile.overhead.per_offload
         values[index] = replace(values[index], offloaded=True, picked=False, inputs=(), seconds=seconds)
     return replace(profile, values=tuple(values))
 
@@ -83,10 +84,16 @@ def _copying(profile: Profile) -> dict[int, float]:
     return costs
 
 
-def _costliest(profile: Profile, costs: dict[int, float], seconds: float) -> set[int]:
+def _costliest(profile: Profile, costs: dict[int, float], seconds: float, *, least: float = 0.0) -> set[int]:
     """Values whose copies together take no longer than that, those first that take longest to compute for their copy.
 
     What cannot be computed again goes before all others, and takes nothing of the room that they have on the host.
+
+    Args:
+        profile: Of the step.
+        costs: Seconds of a copy of each storage.
+        seconds: Of all copies.
+        least: What takes less than that to be computed again is not worth it.
     """
     again = dict.fromkeys(costs, 0.0)
     forced = {value.storage for value in profile.values if value.offloaded}
@@ -99,7 +106,7 @@ def _costliest(profile: Profile, costs: dict[int, float], seconds: float) -> set
     # copies.
     for storage in sorted(costs, key=lambda storage: again[storage] / costs[storage], reverse=True):
         size = 0 if storage in forced else profile.storages[storage].num_bytes
-        if costs[storage] <= seconds and size <= room:
+        if costs[storage] <= seconds and size <= room and again[storage] >= least:
             seconds -= costs[storage]
             room -= size
             chosen.add(storage)

@@ -1,8 +1,9 @@
 """What a planned step spends beside its operators: on noting what is dropped, and on finding it again.
 
 It is measured once in a process, on a model of small tensors whose operators cost next to nothing: the time of a
-planned step, less that of the same step without a plan and of the operators that are repeated. Where
-operators run beside Python, as on accelerators, such time is hidden and does not count.
+planned step, less that of the same step without a plan and of the operators that are repeated. Where operators run
+beside Python, as on accelerators, such time counts as far as the device waits for it, which only the step itself tells:
+one of many small kernels waits for the host all the time, and one of few large ones never does.
 
 There the code and what it works on stay in the processor's caches. Between the operators of a larger model they do not,
 and the same lines take two to three times as long; see :mod:`lightning_dpx.memory.profile.bookkeeping_in_step`.
@@ -51,6 +52,7 @@ class Bookkeeping:
         again: For each further time that a value is made in a step: nothing is noted then, and found by no hook.
         following: For a step in which anything is dropped, whatever that is: steps with backwards of their own have
             hooks on every module and for every tensor.
+        offload: For a value that is sent to the host's memory and fetched, beside its copies.
         step_seconds: Of the step without a plan that this was measured beside; 0 where it was measured elsewhere.
     """
 
@@ -61,6 +63,7 @@ class Bookkeeping:
     usual_places: float = 0.0
     again: float = 0.0
     following: float = 0.0
+    offload: float = 0.0
     step_seconds: float = 0.0
 
     def of_call(self, tensors: int) -> float:

@@ -1,10 +1,11 @@
 """What planned steps of a model spend beside their operators, measured on the model.
 
-Steps in which every second value is dropped that can be, or every eighth, and one in which the outermost calls are
-replayed, run in turns with steps without a plan. What they take longer, less the operators and calls that they repeat,
-is bookkeeping, whatever it consists of: Python whose code has left the caches since it ran last, operators on tensors
-that have left them, hooks, noted operands, objects that are made and go. Steps whose operators take much longer are not
-run for it.
+Steps in which every second value is dropped that can be, or every eighth, one in which the outermost calls are replayed
+and, on accelerators, one in which some values are offloaded run in turns with steps without a plan. What they take
+longer, less the operators and calls that they repeat, is bookkeeping, whatever it consists of: Python whose code has
+left the caches since it ran last, operators on tensors that have left them, hooks, noted operands, objects that are
+made and go. Steps whose operators take much longer are not run for it. Of a device that computes beside Python, what it
+has waited for is left, and that may be nothing.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,6 +38,9 @@ _LONG = 0.02
 # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
 # all do; and the few that are far apart tell what a place takes, see drop_sites.py.
 _EVERY = 2
+_FEW = 8  # offloaded values, which are enough to be seen
+_PREFETCH_DEPTH = 2
+_OFFLOADED = "offloaded"
 _RARELY = 8
 _LEAST_RATIO = 1.0  # of a place to a value: 1.1 to 3.7, mostly 2, where nine models were measured many times
 _MOST_RATIO = 3.0
@@ -53,6 +57,7 @@ def measured_in_step(
     forward: Forward,
     backward: Backward,
     known: Bookkeeping,
+    hides: bool = False,
 ) -> Bookkeeping:
     """What planned steps of ``module`` spend beside their operators.
 
@@ -63,10 +68,13 @@ def measured_in_step(
         forward: One forward that returns what backward is to run from.
         backward: What to do with its result.
         known: What bookkeeping takes elsewhere: what it counts as where it is too little to be seen in the step.
+        hides: Whether the device computes beside Python, so that in a step it may take less than elsewhere.
     """
     sets = _sets_to_drop(profile)
+    away = _some_to_offload(profile)
     made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
+    elsewhere = known
     # Where hooks are called for every tensor, those that are kept take their time as well.
     by_values = known.value * (len(profile.values) if profile.saves else len(made["dropped"]))
     by_calls = sum(known.of_call(call.tensors) for call in calls)
@@ -80,6 +88,8 @@ def measured_in_step(
     try:
         for kind, dropped in sets.items():
             kinds[kind] = _dropping(profile, module, dropped)
+        if away:
+            kinds[_OFFLOADED] = _offloading(profile, module, away)
         if by_calls >= least:
             kinds["replayed"] = Replays(module, [call.name for call in calls])
         warm_up = _WARM_UP if profile.step_seconds <= _LONG else 1
@@ -88,6 +98,8 @@ def measured_in_step(
         for hooks in kinds.values():
             hooks.remove()
     plain = found[""]
+    if hides:
+        known = Bookkeeping()
     cases = list[_Case]()
     for kind, dropped in sets.items():
         operators = sum(profile.values[index].seconds for index in made[kind])
@@ -98,7 +110,9 @@ def measured_in_step(
     elif cases:
         known = _told_apart(cases, known)
     if "replayed" in found:
-        known = _of_calls(found["replayed"] - plain, calls, by_calls, known)
+        known = _of_calls(found["replayed"] - plain, calls, by_calls, elsewhere, known)
+    if away:
+        known = replace(known, offload=max(0.0, found[_OFFLOADED] - plain) / len(away))
     return replace(known, step_seconds=plain)
 
 
@@ -111,20 +125,35 @@ def _sets_to_drop(profile: Profile) -> dict[str, list[int]]:
     return sets
 
 
-def _of_calls(spent: float, calls: Iterable[SavedCall], expected: float, known: Bookkeeping) -> Bookkeeping:
+def _some_to_offload(profile: Profile) -> list[int]:
+    """Some values whose copies take so little that what a step with them takes longer is the host's work."""
+    movable = [index for index, value in enumerate(profile.values) if value.copying and value.storage >= 0]
+    movable.sort(key=lambda index: profile.values[index].copying)
+    return movable[:_FEW]
+
+
+def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> Practised:
+    names = {profile.values[index].name for index in away}
+    return Practised(CallNames(module), (), ValueActions(offloaded=names, prefetch_depth=_PREFETCH_DEPTH))
+
+
+def _of_calls(
+    spent: float, calls: Iterable[SavedCall], expected: float, elsewhere: Bookkeeping, known: Bookkeeping
+) -> Bookkeeping:
     """Bookkeeping of replayed calls, from a step that replays these.
 
     Args:
         spent: Seconds that it takes longer.
         calls: Those that it replays.
         expected: Seconds of bookkeeping that were expected.
-        known: What that was expected by.
+        elsewhere: What that was expected by.
+        known: What it is if nothing is left for it.
     """
     beside = spent - sum(call.seconds for call in calls)
     if beside <= 0.0:
         return known
     factor = beside / expected
-    return replace(known, call=known.call * factor, tensor=known.tensor * factor)
+    return replace(known, call=elsewhere.call * factor, tensor=elsewhere.tensor * factor)
 
 
 def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:
@@ -207,6 +236,7 @@ def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
             per_value=max(0.0, bookkeeping.value - bookkeeping.again),
             per_place=bookkeeping.place,
             usual_places=bookkeeping.usual_places,
+            per_offload=bookkeeping.offload,
         ),
     )
 

@@ -16,6 +16,7 @@ from lightning_dpx.devices import (
     counts_by_its_clock,
     free_bytes,
     is_host,
+    is_modelled,
     synchronize,
 )
 from lightning_dpx.memory.execute.offload import copy_seconds
@@ -74,7 +75,7 @@ class CostModel:
         self._watches_room = watches_room and is_host(device)
         self._account = account_of(device)
         self.offloads: bool = not is_host(device)
-        self.times_steps: bool = is_host(device)
+        self.times_steps: bool = not is_modelled(device)
         self.hides_copies: bool = not counts_by_its_clock(device)
         self._writes: CopyOnWrite | None = None
         self._room: HostRoom | None = None

@@ -202,12 +202,14 @@ class PlanOverhead:
         per_value: Of those of a value, what is taken once in a step, however often the value is made again.
         per_place: At each place at which something is dropped; see drop_sites.py.
         usual_places: Places for each value that is made again, as the values' seconds count them already.
+        per_offload: Of each offloaded value, what the host spends on sending it away and fetching it.
     """
 
     per_step: float = 0.0
     per_value: float = 0.0
     per_place: float = 0.0
     usual_places: float = 0.0
+    per_offload: float = 0.0
 
     def scaled(self, factor: float) -> "PlanOverhead":
         """The same of a step whose operators take ``factor`` times as long."""
@@ -216,6 +218,7 @@ class PlanOverhead:
             per_step=self.per_step * factor,
             per_value=self.per_value * factor,
             per_place=self.per_place * factor,
+            per_offload=self.per_offload * factor,
         )
 
 

@@ -25,15 +25,18 @@ class KnownSteps:
         self._most = most
         self._known: OrderedDict[Hashable, Bookkeeping] = OrderedDict()
 
-    def measured_once(self, profile: Profile, module: nn.Module, measure: Callable[[], Bookkeeping]) -> Bookkeeping:
+    def measured_once(
+        self, profile: Profile, module: nn.Module, device: torch.device, measure: Callable[[], Bookkeeping]
+    ) -> Bookkeeping:
         """What ``measure`` gives for the step of ``module``, or gave for an equal one.
 
         Args:
             profile: Of the step.
             module: The model; of another class it runs other Python.
+            device: Where it runs; others wait for Python more or less than it.
             measure: Runs planned steps.
         """
-        key = _identity(profile, module)
+        key = device.type, _identity(profile, module)
         bookkeeping = self._known.get(key)
         if bookkeeping is None:
             bookkeeping = measure()

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.devices import raises_out_of_memory, synchronize
+from lightning_dpx.devices import is_host, raises_out_of_memory, synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
-from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.bookkeeping_in_step import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
@@ -177,6 +177,8 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         # It runs a small model for real, which the modes of fake tensors and of whoever calls this
         # would change; the figure is remembered, and asked for again below.
         costs.bookkeeping()  # before hooks of ours are on
+        if costs.times_steps:
+            measured_bookkeeping()
     timer = costs.timer(step.module)
     # Steps are timed before anything watches them, and uncompiled, as they are watched below: the
     # extra time of a plan is a share of the same operators.
@@ -190,7 +192,9 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
     accumulates = step.finds_gradients  # the steps below leave some
     profile = _watched(step)
     if compiled:
-        profile = _with_compiled_code(step, profile, accumulates=accumulates, runs=times is not None)
+        profile = _with_compiled_code(
+            step, profile, accumulates=accumulates, runs=times is not None and is_host(costs.device)
+        )
     bookkeeping = costs.bookkeeping()
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
@@ -201,7 +205,7 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         profile = replace(profile, communicates=True)
     # Planned steps are measured as they are followed, and those with compiled parts are not.
     elif not (compiled or step.by_hand):
-        profile, bookkeeping = _with_planned_steps(step, profile, timer, bookkeeping)
+        profile, bookkeeping = _with_planned_steps(step, profile, timer)
     return with_bookkeeping(profile, bookkeeping)
 
 
@@ -218,23 +222,27 @@ def _with_compiled_code(step: _Step, profile: Profile, *, accumulates: bool, run
     return replace(profile, codes=())
 
 
-def _with_planned_steps(
-    step: _Step, profile: Profile, timer: StepTimer, known: Bookkeeping
-) -> tuple[Profile, Bookkeeping]:
+def _with_planned_steps(step: _Step, profile: Profile, timer: StepTimer) -> tuple[Profile, Bookkeeping]:
     """The profile, and what planned steps spend beside their operators, from some that were run.
 
     Args:
         step: What was profiled.
         profile: With the times of its steps.
         timer: Times others.
-        known: What bookkeeping takes elsewhere.
     """
     at("timing planned steps")
     with torch.enable_grad():
         measure = partial(
-            measured_in_step, profile, step.module, timer, forward=step.forward, backward=step.backward, known=known
+            measured_in_step,
+            profile,
+            step.module,
+            timer,
+            forward=step.forward,
+            backward=step.backward,
+            known=measured_bookkeeping(),
+            hides=not is_host(step.costs.device),
         )
-        bookkeeping = KNOWN_STEPS.measured_once(profile, step.module, measure)
+        bookkeeping = KNOWN_STEPS.measured_once(profile, step.module, step.costs.device, measure)
     if bookkeeping.step_seconds:
         # What others do on the processor only ever adds to a time, so the lesser of both counts.
         step_seconds = min(profile.step_seconds, bookkeeping.step_seconds)

@@ -18,6 +18,7 @@ from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.drop_sites import count_places, made_again, seconds_of_places
 from lightning_dpx.python_objects.leave_no_trace import untouched
+from tests.conftest import SIMULATED
 
 
 class Block(nn.Module):
@@ -189,6 +190,58 @@ def test_where_a_step_runs_a_backward_of_its_own_all_that_it_saves_takes_time() 
     assert (found.value, found.following, found.place) == (pytest.approx(2.0), pytest.approx(3.0), 0.0)
     dear = with_bookkeeping(free, found)
     assert (dear.overhead.per_value, dear.overhead.per_step) == (pytest.approx(1.875), pytest.approx(3.0))
+
+
+def test_of_a_device_that_computes_beside_python_only_what_it_waits_for_counts(
+    step: tuple[nn.Module, Tensor, Profile],
+) -> None:
+    module, x, profile = step
+    free = replace(
+        profile, step_seconds=2.0, values=tuple(replace(value, seconds=0.0) for value in profile.values), calls=()
+    )
+    known = Bookkeeping(0.1, 1.0, 0.5)
+    found = {}
+    for planned in (1.0, 9.0):
+        timer = Scripted(module, 5.0, *[1.0, planned] * 3)
+        found[planned] = measured_in_step(
+            free,
+            module,
+            timer,  # type: ignore[arg-type]
+            forward=lambda: module(x).pow(2).sum(),
+            backward=Tensor.backward,
+            known=known,
+            hides=True,
+        )
+    assert (found[1.0].value, found[1.0].place) == (0.0, 0.0), "all of it is hidden"
+    assert found[9.0].value > 0.0
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_what_the_host_does_for_offloaded_values_counts_and_makes_others_cheaper() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Block() for _ in range(4))).to("sim:0")
+    x = torch.randn(64, 32).to("sim:0")
+    profile = profile_module(module, x)
+    free = replace(profile, step_seconds=2.0, calls=())
+    timer = Scripted(module, *[5.0] * 2, *[1.0, 1.0, 9.0] * 3)
+    found = measured_in_step(
+        free,
+        module,
+        timer,  # type: ignore[arg-type]
+        forward=lambda: module(x).pow(2).sum(),
+        backward=Tensor.backward,
+        known=Bookkeeping(0.1, 1.0, 0.5),
+        hides=True,
+    )
+    assert found.offload == pytest.approx(8.0 / 8)
+    assert num_hooks(module) == 0
+    budget = int(0.7 * profile.peak)
+    cheap, dear = (
+        plan_profile(module, with_bookkeeping(free, replace(found, value=0.0, place=0.0, offload=offload)), budget)
+        for offload in (0.0, found.offload)
+    )
+    assert cheap.names("offload")
+    assert not dear.names("offload")
 
 
 def test_steps_that_are_much_longer_than_bookkeeping_are_not_run_for_it(

@@ -8,6 +8,9 @@ from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS, KnownSteps
 
 
+HOST = torch.device("cpu")
+
+
 def profiled(width: int) -> tuple[Profile, nn.Module]:
     module = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
     return profile_module(module, torch.ones(64, 64)), module
@@ -28,11 +31,12 @@ def test_an_equal_step_is_not_measured_again_and_another_one_is() -> None:
     measures = Measures()
     steps = [profiled(width) for width in (64, 64, 128)]
     known = KnownSteps()
-    found = [known.measured_once(*step, measures).value for step in steps]
+    found = [known.measured_once(*step, HOST, measures).value for step in steps]
     assert found == [1.0, 1.0, 2.0]
+    assert known.measured_once(*steps[0], torch.device("cuda"), measures).value == 3.0, "another device waits for less"
     other = nn.Sequential(*steps[0][1])
     other.__class__ = type("Other", (nn.Sequential,), {})
-    assert known.measured_once(steps[0][0], other, measures).value == 3.0, "another class runs other Python"
+    assert known.measured_once(steps[0][0], other, HOST, measures).value == 4.0, "another class runs other Python"
 
 
 def test_profiling_a_model_again_measures_no_planned_step() -> None:
@@ -55,11 +59,11 @@ def test_the_last_steps_are_remembered() -> None:
     kinds = [type(f"Kind{number}", (nn.Sequential,), {}) for number in range(4)]
     for kind in kinds:
         module.__class__ = kind
-        known.measured_once(profile, module, measures)
+        known.measured_once(profile, module, HOST, measures)
     for kind in kinds[1:]:
         module.__class__ = kind
-        known.measured_once(profile, module, measures)
+        known.measured_once(profile, module, HOST, measures)
     assert measures.count == len(kinds), "the last three are known"
     module.__class__ = kinds[0]
-    known.measured_once(profile, module, measures)
+    known.measured_once(profile, module, HOST, measures)
     assert measures.count == len(kinds) + 1
