@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
@@ -126,10 +127,13 @@ def _sets_to_drop(profile: Profile) -> dict[str, list[int]]:
 
 
 def _some_to_offload(profile: Profile) -> list[int]:
-    """Some values whose copies take so little that what a step with them takes longer is the host's work."""
+    """A few values far apart, not the largest: their copies hide, and what a step takes longer is the host's work."""
     movable = [index for index, value in enumerate(profile.values) if value.copying and value.storage >= 0]
-    movable.sort(key=lambda index: profile.values[index].copying)
-    return movable[:_FEW]
+    if not movable:
+        return []
+    middle = median_low(profile.values[index].copying for index in movable)
+    smaller = [index for index in movable if profile.values[index].copying <= middle]
+    return smaller[:: -(-len(smaller) // _FEW)]
 
 
 def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> Practised:

