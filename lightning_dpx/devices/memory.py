@@ -38,6 +38,7 @@ def free_bytes(device: torch.device) -> int:
 
 def _allowed(device: torch.device, total: int) -> int:
     """Bytes of ``total`` for this process: ``torch.cuda.set_per_process_memory_fraction`` may leave it a part only."""
+    # Only CUDA has it.
     fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     if fraction is None:
         return total

@@ -1,7 +1,6 @@
 """Models of libraries under a Trainer, with every option that touches the device, beside Lightning's own strategy."""
 
 import gc
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
-from tests.gpu.place import Place, judged
+from tests.gpu.place import Place
 
 _EXACT = 2e-4  # of the largest weight: kernels of other shapes add up in another order, and steps blow that up
 _HALF = 3e-2  # where activations have 8 or 11 bits
@@ -99,10 +98,11 @@ def _all(place: Place, make: Callable[[], "Foreign"]) -> dict[str, Any]:
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"[:300]}
         figures[name] = found
-        sys.stderr.write(f"{name}: {found}\n")  # also of a session that is cut off
+        place.tell(figures)
         if "error" in found or not found.get("difference", 0.0) <= job.tolerance:
             faults.append(f"{name}: {found}")
-    return judged(figures, faults)
+    assert not faults, "; ".join(faults)
+    return figures
 
 
 def _run(place: Place, make: Callable[[], "Foreign"], job: Job, plain: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +120,7 @@ def _run(place: Place, make: Callable[[], "Foreign"], job: Job, plain: dict[str,
     options = dict(job.strategy)
     if "memory_budget" in options:
         share = options.pop("memory_budget")
+        # Replicas on one device have several copies of the weights: its own peak is the yardstick.
         unplanned = fit(**options | {"micro_batches": 1})[1]
         options["memory_budget"] = int(share * unplanned)
     given, peak = fit(**options)
@@ -158,20 +159,24 @@ def _fit(place: Place, make: Callable[[], "Foreign"], **options: Any) -> tuple[d
 
 
 class _StepPeaks(Callback):
-    """The most bytes in any training step; planners and monitors have the device's own figure begin anew."""
+    """The most bytes in any step but the first; planners and monitors have the device's own figure begin anew."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
         self.most = 0
 
+        self.is_planned = False
+
     def note(self, *_: Any) -> None:
         """What the device says by now."""
-        self.most = max(self.most, int(self.place.module.max_memory_allocated(self.place.device)))
+        if self.is_planned:
+            self.most = max(self.most, int(self.place.module.max_memory_allocated(self.place.device)))
 
     on_before_zero_grad = on_before_optimizer_step = on_train_batch_end = note
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Planning is over."""
+    def on_train_batch_start(self, _trainer: Trainer, _module: LightningModule, _batch: Any, index: int) -> None:
+        """The first batch is profiled, in steps that keep no budget."""
+        self.is_planned = index > 0
         self.place.module.reset_peak_memory_stats(self.place.device)
 
 

@@ -4,7 +4,7 @@ import gzip
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,29 +20,6 @@ Event = list[Any]
 _MOST_BLOCKS = 200_000
 
 
-class FaultsError(AssertionError):
-    """What a task has found wrong, after it has tried everything.
-
-    Attributes:
-        figures: Of all that it tried.
-    """
-
-    def __init__(self, faults: Sequence[str], figures: dict[str, Any]) -> None:
-        super().__init__("; ".join(faults))
-        self.figures = figures
-
-
-def judged(figures: dict[str, Any], faults: Sequence[str]) -> dict[str, Any]:
-    """``figures``, if there are no faults.
-
-    Raises:
-        FaultsError: There are.
-    """
-    if faults:
-        raise FaultsError(faults, figures)
-    return figures
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A device, or what stands in its place.
@@ -50,10 +27,12 @@ class Place:
     Attributes:
         kind: ``"cuda"`` or ``"sim"``.
         traces: The folder for recordings.
+        figures: The file for what a task has found so far.
     """
 
     kind: str
     traces: Path
+    figures: Path
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +61,10 @@ class Place:
             return
         torch.backends.cudnn.benchmark = False
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def tell(self, figures: dict[str, Any]) -> None:
+        """Writes down all that a task has found so far, also for one that will fail or be stopped."""
+        self.figures.write_text(json.dumps(figures))
 
     def synchronize(self) -> None:
         """Waits for everything that is queued."""

@@ -42,7 +42,7 @@ def host_time_of_a_step(place: Place) -> dict[str, Any]:
 
 
 def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
-    """Each peer's peak is measured, a plan made for just that, and both are timed in turns."""
+    """Each peer's peak is measured, a plan made for just that, and both are timed."""
     sizes = (
         {"0.1B": (1024, 8, 8), "0.4B": (1536, 14, 8), "1B": (2048, 20, 4)} if place.is_real else {"tiny": (64, 3, 2)}
     )
@@ -51,6 +51,7 @@ def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
         subject = large_gpt(place, width=width, depth=depth, rows=rows, context=1024 if place.is_real else 32)
         subject.step()
         figures[name] = _beside_peers(place, name, subject)
+        place.tell(figures)
         del subject
         place.module.empty_cache()
     return figures
@@ -76,6 +77,7 @@ def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
         try:
             entry["our peak"] = round(subject.activations(place) / unplanned, 3)
             entry["our time"] = round(place.seconds_of(subject.step, _ROUNDS) / plain, 3)
+            entry["predicted"] = round(1 + (plan.recompute_share or 0.0), 3)
             with place.recording(f"{name}_{peer.replace(' ', '_')}"):
                 subject.step()
         finally:

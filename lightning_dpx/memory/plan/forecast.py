@@ -146,6 +146,7 @@ def _exposed(profile: Profile, replay: StepReplay) -> float:
     """Seconds of the copies that no computation hides."""
     out = [profile.values[index].copying for index in replay.offloaded.order]
     back = replay.work.fetches
+    # Streams, events and pinned memory: nothing hides that where the device waits for the host.
     by_host = profile.overhead.per_offload * len(out)
     # The device waits for every copy, so nothing hides any of them.
     if not profile.prefetch_depth:

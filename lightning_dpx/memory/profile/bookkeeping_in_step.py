@@ -99,6 +99,7 @@ def measured_in_step(
         for hooks in kinds.values():
             hooks.remove()
     plain = found[""]
+    # What is hidden takes nothing, whatever it takes elsewhere.
     if hides:
         known = Bookkeeping()
     cases = list[_Case]()
@@ -131,6 +132,7 @@ def _some_to_offload(profile: Profile) -> list[int]:
     movable = [index for index, value in enumerate(profile.values) if value.copying and value.storage >= 0]
     if not movable:
         return []
+    # Of one layer, or the largest, they would wait for each other's copies.
     middle = median_low(profile.values[index].copying for index in movable)
     smaller = [index for index in movable if profile.values[index].copying <= middle]
     return smaller[:: -(-len(smaller) // _FEW)]

@@ -178,6 +178,7 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         # would change; the figure is remembered, and asked for again below.
         costs.bookkeeping()  # before hooks of ours are on
         if costs.times_steps:
+            # On accelerators it says whether planned steps are worth being timed.
             measured_bookkeeping()
     timer = costs.timer(step.module)
     # Steps are timed before anything watches them, and uncompiled, as they are watched below: the

@@ -106,7 +106,7 @@ class RooflineCosts(CostModel):
     def as_on_target(self) -> AbstractContextManager[Any]:
         """A context for a forward, which keeps in there what the target's operators would."""
         if self.elsewhere and self.offloads:
-            return AsOnAccelerators()
+            return AsOnAccelerators(self._target)
         return nullcontext()
 
     def _watch(self) -> RatedTrace:
