@@ -67,7 +67,9 @@ def versions() -> list[Finding]:
     """The versions of Python and of the packages that matter."""
     found = [Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     for package in PACKAGES:
-        found.append(Finding(package, importlib.metadata.version(package)))
+        # Of torch its own: only that names the build, such as +cu130.
+        version = torch.__version__ if package == "torch" else importlib.metadata.version(package)
+        found.append(Finding(package, version))
     return found
 
 

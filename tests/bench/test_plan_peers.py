@@ -42,13 +42,14 @@ def test_a_lower_budget_takes_less_memory_and_gives_the_same_gradients() -> None
     peaks = [peak(module, rows) for module in modules.values()]
     assert list(modules) == ["compiled", "compiled 0.70", "compiled 0.30"]
     assert peaks == sorted(set(peaks), reverse=True)
-    assert peaks[0] <= peak(model, rows)
+    assert peaks[0] <= 1.001 * peak(model, rows), "a few bytes of graphs apart"
     for module in modules.values():
         step(module, rows)
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="compiled code runs under a mode, which sees nothing of it")
 def test_under_a_dispatch_mode_nothing_compiled_runs() -> None:
     """Why the trace is no yardstick here: without fullgraph, the plain Python code would be measured silently."""
     module = compiled_models(tiny(), [], CHEAP)["compiled"]

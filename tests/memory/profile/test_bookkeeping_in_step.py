@@ -202,7 +202,7 @@ def test_of_a_device_that_computes_beside_python_only_what_it_waits_for_counts(
     known = Bookkeeping(0.1, 1.0, 0.5)
     found = {}
     for planned in (1.0, 9.0):
-        timer = Scripted(module, 5.0, *[1.0, planned] * 3)
+        timer = Scripted(module, *[5.0] * 2, *[1.0, planned] * 3)
         found[planned] = measured_in_step(
             free,
             module,
@@ -223,7 +223,7 @@ def test_what_the_host_does_for_offloaded_values_counts_and_makes_others_cheaper
     x = torch.randn(64, 32).to("sim:0")
     profile = profile_module(module, x)
     free = replace(profile, step_seconds=2.0, calls=())
-    timer = Scripted(module, *[5.0] * 2, *[1.0, 1.0, 9.0] * 3)
+    timer = Scripted(module, *[5.0] * 4, *[1.0, 1.0, 9.0] * 3)
     found = measured_in_step(
         free,
         module,
