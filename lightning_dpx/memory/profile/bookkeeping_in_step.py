@@ -40,6 +40,7 @@ _LONG = 0.02
 # all do; and the few that are far apart tell what a place takes, see drop_sites.py.
 _EVERY = 2
 _FEW = 8  # offloaded values, which are enough to be seen
+_MOST_PINNED = 2**28  # bytes of these
 _PREFETCH_DEPTH = 2
 _OFFLOADED = "offloaded"
 _RARELY = 8
@@ -136,7 +137,14 @@ def _some_to_offload(profile: Profile) -> list[int]:
     # Of one layer, or the largest, they would wait for each other's copies.
     middle = median_low(profile.values[index].copying for index in movable)
     smaller = [index for index in movable if profile.values[index].copying <= middle]
-    return smaller[:: -(-len(smaller) // _FEW)]
+    # torch keeps for later what memory of the host was pinned once, so it is little.
+    room = min(_MOST_PINNED, profile.offloading_room)
+    chosen = list[int]()
+    for index in smaller[:: -(-len(smaller) // _FEW)]:
+        room -= profile.values[index].num_bytes
+        if room >= 0:
+            chosen.append(index)
+    return chosen
 
 
 def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> Practised:

@@ -233,6 +233,11 @@ def test_what_the_host_does_for_offloaded_values_counts_and_makes_others_cheaper
         known=Bookkeeping(0.1, 1.0, 0.5),
         hides=True,
     )
+    without_room = replace(free, offloading_room=0)
+    alone = Scripted(module, *[5.0] * 2, *[1.0, 1.0] * 3)
+    options: dict[str, Any] = {"backward": Tensor.backward, "known": Bookkeeping(0.1, 1.0, 0.5), "hides": True}
+    kept = measured_in_step(without_room, module, alone, forward=lambda: module(x).pow(2).sum(), **options)  # type: ignore[arg-type]
+    assert kept.offload == 0.0, "none of the host's memory may be taken"
     assert 8.0 / found.offload in (5, 6, 7, 8), "so many were offloaded"
     assert num_hooks(module) == 0
     budget = int(0.7 * profile.peak)
