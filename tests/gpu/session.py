@@ -69,6 +69,7 @@ TASKS = (
     Task("out_of_memory", "out_of_memory:replanned"),
     Task("host_time", "speed:host_time_of_a_step", is_timed=True),
     Task("step_time", "speed:step_time_at_the_peak_of_peers", seconds=240, is_timed=True),
+    Task("compiled", "speed:step_time_at_the_peak_of_compiled_code", seconds=240, is_timed=True),
 )
 
 

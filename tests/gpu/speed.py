@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_dpx import PlanError, ReplicaGroup
 from lightning_dpx.bench.models import TransformerBlock
-from lightning_dpx.bench.plan_peers import PEERS
-from lightning_dpx.memory import apply_plan, plan_profile, remove_plan
+from lightning_dpx.bench.plan_peers import PEERS, compiled_models
+from lightning_dpx.memory import Profile, apply_plan, plan_profile, remove_plan
 from lightning_dpx.memory.plan.make_plan import make_planner
 from tests.gpu.models import Subject, large_gpt
 from tests.gpu.place import Place
@@ -50,14 +50,52 @@ def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
     for name, (width, depth, rows) in sizes.items():
         subject = large_gpt(place, width=width, depth=depth, rows=rows, context=1024 if place.is_real else 32)
         subject.step()
-        figures[name] = _beside_peers(place, name, subject)
+        figures[name] = _beside_peers(place, subject)
         place.tell(figures)
         del subject
         place.module.empty_cache()
     return figures
 
 
-def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
+def step_time_at_the_peak_of_compiled_code(place: Place) -> dict[str, Any]:
+    """What ``torch.compile`` saves and takes by its own budget, and what a plan without it takes at the same peak."""
+    width, depth, rows = (1024, 8, 8) if place.is_real else (64, 3, 2)
+    subject = large_gpt(place, width=width, depth=depth, rows=rows, context=1024 if place.is_real else 32)
+    subject.step()
+    profile, module = subject.profile(), subject.module
+    plain, unplanned = place.seconds_of(subject.step, _ROUNDS), subject.activations(place)
+    figures: dict[str, Any] = {"plain ms": 1e3 * plain}
+    backend = "inductor" if place.is_real else "aot_eager_decomp_partition"
+    for mode, compiled in compiled_models(module, (0.5, 0.3), backend).items():
+        peer = Subject(compiled, subject.inputs)
+        peer.step()
+        peak, seconds = peer.activations(place), place.seconds_of(peer.step, _ROUNDS)
+        figures[mode] = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
+        figures[mode] |= _ours_at(place, subject, profile, peak, unplanned, plain)
+        place.tell(figures)
+    return figures
+
+
+def _ours_at(
+    place: Place, subject: Subject, profile: Profile, peak: int, unplanned: int, plain: float
+) -> dict[str, Any]:
+    """Peak and time of a plan for that peak, over those of a plain step."""
+    try:
+        plan = plan_profile(subject.module, profile, peak, make_planner("auto"))
+    except PlanError as error:
+        return {"ours": f"refused: {error}"}
+    apply_plan(subject.module, plan)
+    try:
+        return {
+            "our peak": round(subject.activations(place) / unplanned, 3),
+            "our time": round(place.seconds_of(subject.step, _ROUNDS) / plain, 3),
+            "predicted": round(1 + (plan.recompute_share or 0.0), 3),
+        }
+    finally:
+        remove_plan(subject.module)
+
+
+def _beside_peers(place: Place, subject: Subject) -> dict[str, Any]:
     profile, module = subject.profile(), subject.module
     plain, unplanned = place.seconds_of(subject.step, _ROUNDS), subject.activations(place)
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in module.parameters()), "plain ms": 1e3 * plain}
@@ -67,22 +105,8 @@ def _beside_peers(place: Place, name: str, subject: Subject) -> dict[str, Any]:
             peak, seconds = subject.activations(place), place.seconds_of(subject.step, _ROUNDS)
         finally:
             del module.runner
-        entry: dict[str, Any] = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
-        try:
-            plan = plan_profile(module, profile, peak, make_planner("auto"))
-        except PlanError as error:
-            found[peer] = entry | {"ours": f"refused: {error}"}
-            continue
-        apply_plan(module, plan)
-        try:
-            entry["our peak"] = round(subject.activations(place) / unplanned, 3)
-            entry["our time"] = round(place.seconds_of(subject.step, _ROUNDS) / plain, 3)
-            entry["predicted"] = round(1 + (plan.recompute_share or 0.0), 3)
-            with place.recording(f"{name}_{peer.replace(' ', '_')}"):
-                subject.step()
-        finally:
-            remove_plan(module)
-        found[peer] = entry
+        entry = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
+        found[peer] = entry | _ours_at(place, subject, profile, peak, unplanned, plain)
     return found
 
 
