@@ -45,7 +45,9 @@ def test_the_module_is_what_it_was_and_can_be_followed_again() -> None:
         assert all(map(torch.equal, [one.to_local() for one in model.parameters()], values))
         found = Steps(model, rows).gradients()
         assert all(type(one) is torch.Tensor for one in found), "no fakes are left in it"
-        assert all(map(torch.equal, found, Steps(sharded(), rows).gradients()))
+        # Before, what a fake process group gathers from the others is whatever was there in memory.
+        if torch.__version__ >= (2, 13):
+            assert all(map(torch.equal, found, Steps(sharded(), rows).gradients()))
 
 
 def test_gradients_of_an_earlier_step_are_added_to() -> None:

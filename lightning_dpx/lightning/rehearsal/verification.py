@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.lightning.options import Verify
 from lightning_dpx.lightning.processes.connect import gather_objects
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
@@ -196,8 +197,13 @@ class Verification:
             yield Rehearsal(self._strategy, call, loss_reduction, requested)
 
     def _trial(self) -> AbstractContextManager[None]:
-        """Under a memory budget, the step needs the room that shadows hold in reference cycles."""
-        if self._strategy.plans_memory:
+        """Frees what shadows hold in reference cycles: a step needs the room, on accelerators and under a budget.
+
+        Python's collector comes by when many objects were made, knows nothing of their gigabytes, and since Python 3.12
+        comes rarely.
+        """
+        devices = self._strategy.parallel_devices or []
+        if self._strategy.plans_memory or not all(map(is_host, devices)):
             return TRIAL_GARBAGE.freed()
         return nullcontext()
 

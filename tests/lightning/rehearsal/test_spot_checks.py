@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.rehearsal.spot_checks import SpotChecks
-from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
+from tests.conftest import SIMULATED, Classifier, assert_equal, make_loader, make_trainer
 
 BATCH = 10
 
@@ -200,3 +200,21 @@ def test_a_look_at_micro_batches_keeps_to_the_budget(sim: Any) -> None:
     trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1)
     trainer.fit(Wide(), DataLoader(TensorDataset(rows), 8))
     assert max(taken[1:]) <= budget
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize(("devices", "options"), [(2, {}), (1, {"micro_batches": 4})])
+def test_a_look_leaves_nothing_on_an_accelerator_that_waits_for_the_garbage_collector(
+    sim: Any, devices: int, options: dict[str, Any]
+) -> None:
+    """Modules of what was tried hold themselves, their weights and gradients; Python 3.12 seldom collects."""
+    seen = list[int]()
+
+    class Notes(Classifier):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(sim.memory_allocated(0))
+
+    trainer = make_trainer(strategy=dpx.DPXStrategy(**options), accelerator="sim", devices=devices, max_epochs=1)
+    trainer.fit(Notes(), make_loader(num_rows=96), make_loader())
+    assert len(set(seen[2:])) == 1, "after the rehearsal and looks at batches 1, 2 and 4"
