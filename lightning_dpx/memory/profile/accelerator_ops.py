@@ -1,6 +1,6 @@
 """What accelerators keep of an operator that the CPU runs another way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,9 +37,11 @@ class AsOnAccelerators(TorchFunctionMode):
             training = given.get("training", given.get("train", True))
             if training and 0 < p < 1 and not given.get("inplace"):
                 return torch.native_dropout(given["input"], p, True)[0]
-        # The CPU has no such kernel, but a rule for fakes of it.
-        if func is torch.lstm_cell and self._has_fused_cells and isinstance(args[0], FakeTensor):
-            return _fused_lstm_cell(*args, **kwargs)
+        if func is torch.lstm_cell and self._has_fused_cells:
+            given = dict(zip(_OF_LSTM_CELL, args, strict=False)) | kwargs
+            # The CPU has no such kernel, but a rule for fakes of it.
+            if isinstance(given["input"], FakeTensor):
+                return _fused_lstm_cell(given)
         # Attention that returns its weights has scores in memory on every device.
         if func in _DROPOUT_OF and not (func is F.multi_head_attention_forward and kwargs.get("need_weights", True)):
             position = _DROPOUT_OF[func]
@@ -48,12 +50,18 @@ class AsOnAccelerators(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _fused_lstm_cell(
-    x: Tensor, state: Sequence[Tensor], w_x: Tensor, w_h: Tensor, b_x: Tensor | None = None, b_h: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    hidden, cell = state
-    new: tuple[Tensor, Tensor, Tensor] = aten._thnn_fused_lstm_cell(x.mm(w_x.t()), hidden.mm(w_h.t()), cell, b_x, b_h)
+def _fused_lstm_cell(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    x: Tensor = given["input"]
+    hidden, cell = given["hx"]
+    gates = x.mm(given["w_ih"].t()), hidden.mm(given["w_hh"].t())
+    biases = given.get("b_ih"), given.get("b_hh")
+    # The kernel takes none, but its rule for fakes asks each for its device.
+    if biases[0] is None:
+        none = gates[0].new_zeros(gates[0].shape[1])
+        biases = none, none
+    new: tuple[Tensor, Tensor, Tensor] = aten._thnn_fused_lstm_cell(*gates, cell, *biases)
     return new[0], new[1]
 
 
+_OF_LSTM_CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 _DROPOUT_OF = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}  # where attention takes it

@@ -71,3 +71,33 @@ def test_an_unrolled_lstm_keeps_what_the_fused_kernel_of_cuda_keeps() -> None:
     assert operators["ThnnFusedLstmCellBackward0"] >= 15
     assert operators["MmBackward0"] == 16
     assert 13 * 8 * state <= profile.peak <= 15 * 8 * state
+
+
+class Cells(nn.Module):
+    """An LSTM that is unrolled by ``torch.lstm_cell``, or by its module."""
+
+    def __init__(self, by: str, *, bias: bool = True) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(64, 64, bias=bias)
+        self.by = by
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        weights = self.cell
+        states = torch.zeros(128, 64), torch.zeros(128, 64)
+        biases = {"b_ih": weights.bias_ih, "b_hh": weights.bias_hh}
+        for _ in range(8):
+            if self.by == "module":
+                states = weights(rows, states)
+            elif self.by == "order":
+                states = torch.lstm_cell(rows, states, weights.weight_ih, weights.weight_hh, **biases)
+            else:
+                names = {"input": rows, "hx": states, "w_ih": weights.weight_ih, "w_hh": weights.weight_hh}
+                states = torch.lstm_cell(**names, **biases)
+        return states[0]
+
+
+@pytest.mark.parametrize(("by", "bias"), [("order", True), ("names", True), ("module", False)])
+def test_lstm_cells_without_biases_or_given_by_name_are_cells_as_well(by: str, bias: bool) -> None:
+    rows = torch.ones(128, 64)
+    found = profile_module(Cells(by, bias=bias), rows, device="cuda").peak
+    assert found == pytest.approx(profile_module(Cells("module"), rows, device="cuda").peak, rel=0.01)
