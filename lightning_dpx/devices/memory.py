@@ -38,11 +38,12 @@ def free_bytes(device: torch.device) -> int:
 
 def _allowed(device: torch.device, total: int) -> int:
     """Bytes of ``total`` for this process: ``torch.cuda.set_per_process_memory_fraction`` may leave it a part only."""
-    # Only CUDA has it.
+    # Accelerators beside CUDA and, lately, XPU have none.
     fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     if fraction is None:
         return total
-    return int(fraction(device) * total)
+    # Without a limit the allocator "cudaMallocAsync" tells 2**64 bytes over what the device has.
+    return min(total, int(fraction(device) * total))
 
 
 class Capacity(NamedTuple):

@@ -162,6 +162,8 @@ def test_a_process_that_may_take_a_part_of_a_device_has_no_more_than_that(monkey
     assert (free_bytes(HERE), capacity_of(HERE).total) == (650, 1000)
     fraction = 0.3
     assert (free_bytes(HERE), capacity_of(HERE).total) == (200, 300)
+    fraction = (2**64 - 1) / 1000
+    assert (free_bytes(HERE), capacity_of(HERE).total) == (650, 1000), "no limit, as cudaMallocAsync tells it"
 
 
 @pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
