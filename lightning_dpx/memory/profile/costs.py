@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -212,10 +213,15 @@ class CostModel:
                 yield writes
 
     def bookkeeping(self) -> Bookkeeping:
-        """What a planned step spends beside its operators."""
+        """What a planned step spends beside its operators, as far as that is known without running one."""
+        if not self.times_steps:
+            return Bookkeeping()
+        known = measured_bookkeeping()
         if is_host(self.device):
-            return measured_bookkeeping()
-        return Bookkeeping()
+            return known
+        # What leaves for the host's memory passes the hooks that what is dropped does. Its streams
+        # and events come on top, of which only a step tells.
+        return replace(known, offload=known.value)
 
     def course_of(self, call: Value) -> CallCourse:
         """What ``call`` takes while it is made again.

@@ -32,7 +32,7 @@ from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
-from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
+from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.bookkeeping_in_step import measured_in_step, with_bookkeeping
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
@@ -177,9 +177,6 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         # It runs a small model for real, which the modes of fake tensors and of whoever calls this
         # would change; the figure is remembered, and asked for again below.
         costs.bookkeeping()  # before hooks of ours are on
-        if costs.times_steps:
-            # On accelerators it says whether planned steps are worth being timed.
-            measured_bookkeeping()
     timer = costs.timer(step.module)
     # Steps are timed before anything watches them, and uncompiled, as they are watched below: the
     # extra time of a plan is a share of the same operators.
@@ -206,7 +203,7 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         profile = replace(profile, communicates=True)
     # Planned steps are measured as they are followed, and those with compiled parts are not.
     elif not (compiled or step.by_hand):
-        profile, bookkeeping = _with_planned_steps(step, profile, timer)
+        profile, bookkeeping = _with_planned_steps(step, profile, timer, bookkeeping)
     return with_bookkeeping(profile, bookkeeping)
 
 
@@ -223,13 +220,16 @@ def _with_compiled_code(step: _Step, profile: Profile, *, accumulates: bool, run
     return replace(profile, codes=())
 
 
-def _with_planned_steps(step: _Step, profile: Profile, timer: StepTimer) -> tuple[Profile, Bookkeeping]:
+def _with_planned_steps(
+    step: _Step, profile: Profile, timer: StepTimer, known: Bookkeeping
+) -> tuple[Profile, Bookkeeping]:
     """The profile, and what planned steps spend beside their operators, from some that were run.
 
     Args:
         step: What was profiled.
         profile: With the times of its steps.
         timer: Times others.
+        known: What bookkeeping takes elsewhere.
     """
     at("timing planned steps")
     with torch.enable_grad():
@@ -240,7 +240,7 @@ def _with_planned_steps(step: _Step, profile: Profile, timer: StepTimer) -> tupl
             timer,
             forward=step.forward,
             backward=step.backward,
-            known=measured_bookkeeping(),
+            known=known,
             hides=not is_host(step.costs.device),
         )
         bookkeeping = KNOWN_STEPS.measured_once(profile, step.module, step.costs.device, measure)
