@@ -91,7 +91,9 @@ def measured_bookkeeping() -> Bookkeeping:
     # The model draws its weights, and the step that is planned is to draw what it would have drawn
     # without that.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        module = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+        # Wherever new tensors are to be made.
+        with torch.device("cpu"):
+            module = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
         x = torch.ones(_ROWS, _WIDTH, device="cpu", requires_grad=True)
         plain = _seconds(lambda: module(x).sum().backward())
         forward = _seconds(lambda: module(x))
