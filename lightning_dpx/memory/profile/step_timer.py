@@ -8,9 +8,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dpx.devices import clock_of, synchronize
+from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.tracing.communication import CommunicationWatch, has_other_processes
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.python_objects.leave_no_trace import CopyOnWrite
 
 T = TypeVar("T")
@@ -94,6 +95,10 @@ class StepTimer:
             synchronize(self._device)
             end = clock()
             del result
+            # What the step has left in cycles would be there beside all of the next one, and small
+            # accelerators have no room for that. The host has, and its caches would lose the model.
+            if not is_host(self._device):
+                COLLECTOR.collect_young()
             # Steps in a row are not watched one by one, and tell nothing of writes.
             if not self._is_in_a_row:
                 self.watches = writes is not None and writes.has_seen_any

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from lightning_dpx.devices import clock_of
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.step_timer import StepTimer
+from lightning_dpx.python_objects.gc_pause import COLLECTOR
+from tests.conftest import SIMULATED, sim_device
 
 CPU = torch.device("cpu")
 
@@ -52,3 +55,28 @@ def test_the_first_step_does_not_count_and_long_ones_are_few(monkeypatch: pytest
     assert len(calls) > 3, "short steps are taken several times, after one that fills caches"
     assert least == forward_only or least > 0
     assert clock_of(CPU)() >= 0
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_what_a_step_leaves_in_cycles_is_not_beside_the_next_one_on_an_accelerator() -> None:
+    """Python's collector rests while a step is profiled, and a device may have room for one step's activations only."""
+
+    class Kept:
+        def __init__(self) -> None:
+            self.itself = self
+
+    there: WeakSet[Kept] = WeakSet()
+    beside: list[int] = []
+
+    @contextmanager
+    def alone(*, watches: bool) -> Iterator[None]:
+        yield
+
+    def forward() -> None:
+        beside.append(len(there))
+        there.add(Kept())
+
+    with COLLECTOR.resting():
+        StepTimer(sim_device(0), alone).least(forward, lambda _: None)
+    assert len(beside) > 1
+    assert max(beside) == 0
