@@ -64,7 +64,10 @@ class Place:
 
     def tell(self, figures: dict[str, Any]) -> None:
         """Writes down all that a task has found so far, also for one that will fail or be stopped."""
-        self.figures.write_text(json.dumps(figures))
+        # Beside it first: the session reads what a task has left that it stopped in the middle of this.
+        new = self.figures.with_suffix(".new")
+        new.write_text(json.dumps(figures))
+        new.replace(self.figures)
 
     def synchronize(self) -> None:
         """Waits for everything that is queued."""

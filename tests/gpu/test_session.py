@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import SIMULATED
+from tests.gpu.place import Place
 from tests.gpu.session import TASKS, Task, main, run_tasks
 
 _PASSES = Task("passes", command=("-c", "print('here')"))
@@ -32,6 +33,21 @@ def test_it_goes_on_after_a_failure_and_then_repeats_only_that(tmp_path: Path, c
 
 def test_what_there_is_no_time_for_is_said_to_be_open(tmp_path: Path) -> None:
     assert run_tasks([_PASSES], tmp_path, "sim", minutes=0) == {"passes": {"end": "not reached"}}
+
+
+def test_a_task_that_is_stopped_leaves_the_last_figures_that_are_whole(tmp_path: Path, monkeypatch: Any) -> None:
+    place = Place("sim", tmp_path, tmp_path / "task.figures.json")
+    place.tell({"steps": 1})
+
+    def stopped(path: Path, text: str) -> None:
+        with open(path, "w") as file:
+            file.write(text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        place.tell({"steps": 2})
+    assert json.loads(place.figures.read_text()) == {"steps": 1}
 
 
 def test_an_unknown_task_is_refused_with_those_there_are(tmp_path: Path) -> None:
