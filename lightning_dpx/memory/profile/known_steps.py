@@ -33,10 +33,10 @@ class KnownSteps:
         Args:
             profile: Of the step.
             module: The model; of another class it runs other Python.
-            device: Where it runs; others wait for Python more or less than it.
+            device: Where it runs; another one, also of its type, waits for Python more or less than it.
             measure: Runs planned steps.
         """
-        key = device.type, _identity(profile, module)
+        key = device, _identity(profile, module)
         bookkeeping = self._known.get(key)
         if bookkeeping is None:
             bookkeeping = measure()
