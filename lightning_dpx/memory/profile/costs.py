@@ -180,7 +180,8 @@ class CostModel:
         """Seconds until an operator is over that does next to nothing: to start it, and to wait for it.
 
         No operator of a step is waited for, and what it takes to start them counts as far as the device waits for that,
-        as bookkeeping does. On a virtual machine with an H200 this was 150 us, nearly all that a layer norm took.
+        as bookkeeping does. On a virtual machine with an H200, layer norms whose kernel runs for 21 us took 160 us so,
+        and products of matrices 207 instead of 85 us.
         """
         if is_host(self.device) or is_modelled(self.device):
             return 0.0
