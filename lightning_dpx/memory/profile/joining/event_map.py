@@ -58,6 +58,12 @@ class EventMap:
         # What has not gone when backward is over goes after the last event.
         return event + int(self._shift[min(event, len(self._shift) - 1)])
 
+    def after_base(self, event: int) -> int:
+        """Where what is over at that event of the base is over: before anything that is put in there."""
+        if event <= 0:
+            return self.of_base(event)
+        return self.of_base(event - 1) + 1
+
     def of_piece(self, number: int, event: int) -> int:
         """Where that event of the donor is in a piece; -1 is none."""
         if event < 0:

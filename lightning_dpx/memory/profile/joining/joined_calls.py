@@ -75,7 +75,8 @@ class JoinedCalls:
     def _moved_base_calls(self) -> list[SavedCall]:
         moved = []
         for call in self._splice.base.calls:
-            moved.append(_moved_call(call, self._events.of_base, call.given, call.parent))
+            there = _moved_call(call, self._events.of_base, call.given, call.parent)
+            moved.append(replace(there, end=self._events.after_base(call.end)))
         return moved
 
     def _moved_calls_of_pieces(self) -> list[SavedCall]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dpx.memory import Profile, forecast_plan, plan_profile, profile_module, scaled
+from lightning_dpx.memory.plan.forecast import forecast
 from lightning_dpx.memory.plan.problem import Problem
+from lightning_dpx.memory.plan.replayed_steps import replayed
 from lightning_dpx.memory.profile.joining.call_counts import calls_in, has_calls, varying_paths
 from lightning_dpx.memory.profile.joining.join_steps import join_steps
 
@@ -75,6 +78,18 @@ def test_it_takes_what_the_whole_step_takes_with_any_plan(parts: list[tuple[int,
         for profile in (ours, whole):
             plan = plan_profile(module, profile, int(share * whole.peak))
             assert forecast_plan(ours, plan).peak == pytest.approx(forecast_plan(whole, plan).peak, rel=0.005)
+
+
+def test_it_takes_what_the_whole_step_takes_with_calls_replayed() -> None:
+    """What a call takes inside is gone when it is over, also where the next call is put in right there."""
+    module = Skips()
+    whole = profiled(module, *range(6))
+    ours = joined([profiled(module, 0, 2, 4), profiled(module, 1, 3, 5)], whole)
+    for count in range(1, 7):
+        for blocks in combinations(range(6), count):
+            names = {f"blocks.{number}" for number in blocks}
+            expected = forecast(replayed(whole, names), ()).peak
+            assert forecast(replayed(ours, names), ()).peak == pytest.approx(expected, rel=0.005), blocks
 
 
 def test_calls_that_are_not_made_take_nothing() -> None:
