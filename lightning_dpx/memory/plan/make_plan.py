@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import budget_error, of_compiled_whole, surely_needed
 from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
-from lightning_dpx.memory.plan.offload import PREFETCH_DEPTH, least_seconds_with_offloading, ways_to_offload
+from lightning_dpx.memory.plan.offload import least_seconds_with_offloading, ways_to_offload
 from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, Model, fingerprint_of
 from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner, lowest
@@ -18,7 +18,7 @@ from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
 from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
 from lightning_dpx.memory.plan.solvers.highs import require_solver
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
-from lightning_dpx.memory.profile.data import Profile, SavedValue
+from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, Profile, SavedValue
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.units import format_bytes, format_least
 

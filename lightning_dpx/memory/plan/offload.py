@@ -23,9 +23,8 @@ from lightning_dpx.memory.plan.forecast import HIDDEN_SHARE
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.replayed_steps import replayed
-from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, Profile
 
-PREFETCH_DEPTH = 2  # offloaded values on their way at once, in each direction
 _HIDES = 0.5  # of the computation is taken for copies: they come in bursts, and other devices use the same host
 
 

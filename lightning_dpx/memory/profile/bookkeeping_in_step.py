@@ -24,7 +24,7 @@ from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import ValueActions
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
-from lightning_dpx.memory.profile.data import PlanOverhead, Profile, SavedCall, SavedValue
+from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, PlanOverhead, Profile, SavedCall, SavedValue
 from lightning_dpx.memory.profile.drop_sites import count_places, made_again
 from lightning_dpx.memory.profile.step_timer import Backward, Forward, StepTimer, is_confirmed
 
@@ -41,7 +41,6 @@ _LONG = 0.02
 _EVERY = 2
 _FEW = 8  # offloaded values, which are enough to be seen
 _MOST_PINNED = 2**28  # bytes of these
-_PREFETCH_DEPTH = 2
 _OFFLOADED = "offloaded"
 _RARELY = 8
 _LEAST_RATIO = 1.0  # of a place to a value: 1.1 to 3.7, mostly 2, where nine models were measured many times
@@ -76,7 +75,6 @@ def measured_in_step(
     away = _some_to_offload(profile)
     made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
-    elsewhere = known
     # Where hooks are called for every tensor, those that are kept take their time as well.
     by_values = known.value * (len(profile.values) if profile.saves else len(made["dropped"]))
     by_calls = sum(known.of_call(call.tensors) for call in calls)
@@ -101,23 +99,15 @@ def measured_in_step(
         for hooks in kinds.values():
             hooks.remove()
     plain = found[""]
+    cases = [_case_of(profile, dropped, made[kind], found[kind] - plain) for kind, dropped in sets.items()]
+    is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
     # What is hidden takes nothing, whatever it takes elsewhere.
-    if hides:
-        known = Bookkeeping()
-    cases = list[_Case]()
-    for kind, dropped in sets.items():
-        operators = sum(profile.values[index].seconds for index in made[kind])
-        spent = found[kind] - plain - operators
-        cases.append(_Case(len(made[kind]), count_places(profile, dropped), max(0.0, spent)))
-    if cases and any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values()):
-        known = _with_following(cases, known)
-    elif cases:
-        known = _told_apart(cases, known)
+    told = _of_values(cases, Bookkeeping() if hides else known, is_followed=is_followed)
     if "replayed" in found:
-        known = _of_calls(found["replayed"] - plain, calls, by_calls, elsewhere, known)
+        told = _with_calls(told, found["replayed"] - plain, calls, by_calls, known)
     if away:
-        known = replace(known, offload=max(0.0, found[_OFFLOADED] - plain) / len(away))
-    return replace(known, step_seconds=plain)
+        told = replace(told, offload=max(0.0, found[_OFFLOADED] - plain) / len(away))
+    return replace(told, step_seconds=plain)
 
 
 def _sets_to_drop(profile: Profile) -> dict[str, list[int]]:
@@ -149,26 +139,26 @@ def _some_to_offload(profile: Profile) -> list[int]:
 
 def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> Practised:
     names = {profile.values[index].name for index in away}
-    return Practised(CallNames(module), (), ValueActions(offloaded=names, prefetch_depth=_PREFETCH_DEPTH))
+    return Practised(CallNames(module), (), ValueActions(offloaded=names, prefetch_depth=PREFETCH_DEPTH))
 
 
-def _of_calls(
-    spent: float, calls: Iterable[SavedCall], expected: float, elsewhere: Bookkeeping, known: Bookkeeping
+def _with_calls(
+    told: Bookkeeping, spent: float, calls: Iterable[SavedCall], expected: float, known: Bookkeeping
 ) -> Bookkeeping:
-    """Bookkeeping of replayed calls, from a step that replays these.
+    """``told`` with that of replayed calls, as far as a step that replays these has any.
 
     Args:
-        spent: Seconds that it takes longer.
+        told: Of all else.
+        spent: Seconds that the step takes longer.
         calls: Those that it replays.
         expected: Seconds of bookkeeping that were expected.
-        elsewhere: What that was expected by.
-        known: What it is if nothing is left for it.
+        known: What that was expected by.
     """
     beside = spent - sum(call.seconds for call in calls)
     if beside <= 0.0:
-        return known
+        return told
     factor = beside / expected
-    return replace(known, call=elsewhere.call * factor, tensor=elsewhere.tensor * factor)
+    return replace(told, call=known.call * factor, tensor=known.tensor * factor)
 
 
 def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:
@@ -189,6 +179,19 @@ class _Case(NamedTuple):
     made: int
     places: int
     seconds: float
+
+
+def _case_of(profile: Profile, dropped: Collection[int], made: Collection[int], spent: float) -> _Case:
+    """What is left for bookkeeping of the seconds that a step takes longer."""
+    operators = sum(profile.values[index].seconds for index in made)
+    return _Case(len(made), count_places(profile, dropped), max(0.0, spent - operators))
+
+
+def _of_values(cases: Sequence[_Case], known: Bookkeeping, *, is_followed: bool) -> Bookkeeping:
+    """What values take, and places, or steps whose forwards are all followed; as ``known`` where none were dropped."""
+    if not cases:
+        return known
+    return _with_following(cases, known) if is_followed else _told_apart(cases, known)
 
 
 def _told_apart(cases: Sequence[_Case], known: Bookkeeping) -> Bookkeeping:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 # position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
 
 
+PREFETCH_DEPTH = 2  # offloaded values on their way at once, in each direction, where there is room for them
 IsWorth = Callable[[float], bool]  # whether a step that takes so many seconds is worth a profile
 
 

@@ -37,21 +37,34 @@ class Scripted:
     """Runs the steps of a module, and says in turns that they take so long."""
 
     def __init__(self, module: nn.Module, *seconds: float) -> None:
-        self._module = module
+        self.module = module
         self._seconds = cycle(seconds)
         self.watches = False
         self.hooks: list[int] = []
 
     def in_a_row(self, measure: Callable[[], Any]) -> Any:
-        with untouched(self._module):
+        with untouched(self.module):
             return measure()
 
     def timed(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> tuple[float, float]:
-        self.hooks.append(num_hooks(self._module))
-        with untouched(self._module):
+        self.hooks.append(num_hooks(self.module))
+        with untouched(self.module):
             backward(forward())
         seconds = next(self._seconds)
         return seconds, seconds
+
+
+def measured(timer: Scripted, profile: Profile, x: Tensor, known: Bookkeeping, **options: Any) -> Bookkeeping:
+    """Of steps that take as long as ``timer`` says."""
+    return measured_in_step(
+        profile,
+        timer.module,
+        timer,  # type: ignore[arg-type]
+        forward=lambda: timer.module(x).pow(2).sum(),
+        backward=Tensor.backward,
+        known=known,
+        **options,
+    )
 
 
 def num_hooks(module: nn.Module) -> int:
@@ -104,20 +117,10 @@ def test_what_planned_steps_take_longer_is_bookkeeping(
         calls=tuple(replace(call, seconds=0.0) for call in profile.calls),
     )
 
-    def forward() -> Tensor:
-        return module(x).pow(2).sum()
-
     # Those that warm up do not count. A long step does so once, and is not run with few values dropped.
     seconds = [*[5.0] * 2, *[1.0, 9.0, 17.0] * 3] if is_long else [*[0.05] * 6, *[1.0, 9.0, 5.0, 17.0] * 3]
     timer = Scripted(module, *seconds)
-    known = measured_in_step(
-        free,
-        module,
-        timer,  # type: ignore[arg-type]
-        forward=forward,
-        backward=Tensor.backward,
-        known=Bookkeeping(0.1, 1.0, 0.5),
-    )
+    known = measured(timer, free, x, Bookkeeping(0.1, 1.0, 0.5))
     sets = (droppable_values(profile)[::2], droppable_values(profile)[::8])[: 1 if is_long else 2]
     made = [len(made_again(profile, dropped)) for dropped in sets]
     places = [count_places(profile, dropped) for dropped in sets]
@@ -157,14 +160,7 @@ def test_values_and_places_are_told_apart_by_two_sets(
     for dropped in (droppable[::2], droppable[::8]):
         spent.append(value * len(made_again(free, dropped)) + place * count_places(free, dropped))
     timer = Scripted(module, *[0.05] * 4, *[1.0, 1.0 + spent[0], 1.0 + spent[1]] * 3)
-    found = measured_in_step(
-        free,
-        module,
-        timer,  # type: ignore[arg-type]
-        forward=lambda: module(x).pow(2).sum(),
-        backward=Tensor.backward,
-        known=Bookkeeping(0.5, 1.0, 0.5),
-    )
+    found = measured(timer, free, x, Bookkeeping(0.5, 1.0, 0.5))
     assert found.place == pytest.approx(place, abs=1e-9)
     assert found.value == pytest.approx(value + place * found.usual_places)
 
@@ -203,15 +199,7 @@ def test_of_a_device_that_computes_beside_python_only_what_it_waits_for_counts(
     found = {}
     for planned in (1.0, 9.0):
         timer = Scripted(module, *[5.0] * 2, *[1.0, planned] * 3)
-        found[planned] = measured_in_step(
-            free,
-            module,
-            timer,  # type: ignore[arg-type]
-            forward=lambda: module(x).pow(2).sum(),
-            backward=Tensor.backward,
-            known=known,
-            hides=True,
-        )
+        found[planned] = measured(timer, free, x, known, hides=True)
     assert (found[1.0].value, found[1.0].place) == (0.0, 0.0), "all of it is hidden"
     assert found[9.0].value > 0.0
 
@@ -224,19 +212,10 @@ def test_what_the_host_does_for_offloaded_values_counts_and_makes_others_cheaper
     profile = profile_module(module, x)
     free = replace(profile, step_seconds=2.0, calls=())
     timer = Scripted(module, *[5.0] * 4, *[1.0, 1.0, 9.0] * 3)
-    found = measured_in_step(
-        free,
-        module,
-        timer,  # type: ignore[arg-type]
-        forward=lambda: module(x).pow(2).sum(),
-        backward=Tensor.backward,
-        known=Bookkeeping(0.1, 1.0, 0.5),
-        hides=True,
-    )
-    without_room = replace(free, offloading_room=0)
+    known = Bookkeeping(0.1, 1.0, 0.5)
+    found = measured(timer, free, x, known, hides=True)
     alone = Scripted(module, *[5.0] * 2, *[1.0, 1.0] * 3)
-    options: dict[str, Any] = {"backward": Tensor.backward, "known": Bookkeeping(0.1, 1.0, 0.5), "hides": True}
-    kept = measured_in_step(without_room, module, alone, forward=lambda: module(x).pow(2).sum(), **options)  # type: ignore[arg-type]
+    kept = measured(alone, replace(free, offloading_room=0), x, known, hides=True)
     assert kept.offload == 0.0, "none of the host's memory may be taken"
     assert 8.0 / found.offload in (5, 6, 7, 8), "so many were offloaded"
     assert num_hooks(module) == 0
