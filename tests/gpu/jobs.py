@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
+from tests.gpu.models import OneOutput
 from tests.gpu.place import Place
 
 _EXACT = 2e-4  # of the largest weight: kernels of other shapes add up in another order, and steps blow that up
@@ -108,8 +109,8 @@ def _all(place: Place, make: Callable[[], "Foreign"]) -> dict[str, Any]:
 
 
 def _run(place: Place, make: Callable[[], "Foreign"], job: Job, plain: dict[str, Any]) -> dict[str, Any]:
-    key = str(sorted((name, value) for name, value in job.trainer.items() if name != "callbacks"))
     trainer_options = {name: value for name, value in job.trainer.items() if name != "callbacks"}
+    key = str(sorted(trainer_options.items()))
     if key not in plain:
         # Lightning's own strategies know no simulated devices.
         plain[key] = _fit(place, make, strategy="auto" if place.is_real else "dpx", devices=1, **trainer_options)
@@ -166,7 +167,6 @@ class _StepPeaks(Callback):
     def __init__(self, place: Place) -> None:
         self.place = place
         self.most = 0
-
         self.is_planned = False
 
     def note(self, *_: Any) -> None:
@@ -271,23 +271,13 @@ def _vit(place: Place) -> Foreign:
     size = 128 if place.is_real else 32
     sizes = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4, "num_labels": 10}
     config = transformers.ViTConfig(image_size=size, patch_size=8, intermediate_size=2 * width, **sizes)
-    return Pictures(_Logits(transformers.ViTForImageClassification(config)), size)
+    return Pictures(OneOutput(transformers.ViTForImageClassification(config), "logits"), size)
 
 
 def _convnext(place: Place) -> Foreign:
     import transformers
 
     config = transformers.ConvNextConfig(hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], num_labels=10)
-    return Pictures(_Logits(transformers.ConvNextForImageClassification(config)), 128 if place.is_real else 32)
-
-
-class _Logits(nn.Module):
-    """What a library's classifier gives, without the rest of its output."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.inner(images).logits
-        return logits
+    return Pictures(
+        OneOutput(transformers.ConvNextForImageClassification(config), "logits"), 128 if place.is_real else 32
+    )

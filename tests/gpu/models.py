@@ -79,21 +79,22 @@ def _from_library(place: Place, name: str) -> Callable[[], Subject]:
             module: Any = transformers.LlamaModel(transformers.LlamaConfig(intermediate_size=1024, **sizes))
         else:
             module = transformers.BertModel(transformers.BertConfig(intermediate_size=2048, **sizes))
-        return Subject(_First(module).to(place.device), (ids,))
+        return Subject(OneOutput(module, "last_hidden_state").to(place.device), (ids,))
 
     return make
 
 
-class _First(nn.Module):
-    """The last hidden state of a library's model."""
+class OneOutput(nn.Module):
+    """One tensor of a library's output."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, name: str) -> None:
         super().__init__()
         self.inner = inner
+        self.name = name
 
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self.inner(ids).last_hidden_state
-        return hidden
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = getattr(self.inner(given), self.name)
+        return found
 
 
 def large_gpt(place: Place, *, width: int, depth: int, rows: int, context: int = 1024) -> Subject:

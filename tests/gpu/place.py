@@ -116,14 +116,14 @@ class Place:
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
         blocks = [(entry["action"], entry["addr"], entry["size"]) for entry in traced]
-        with gzip.open(self.traces / f"{name}.json.gz", "wt") as file:
+        with gzip.open(self.traces / f"{name.replace(' ', '_')}.json.gz", "wt") as file:
             json.dump({"blocks": blocks, "events": self._events(profiler)}, file)
 
     def keep(self, name: str, what: object) -> None:
         """A pickled object beside the recordings, to be looked at elsewhere."""
         if self.is_real:
             self.traces.mkdir(parents=True, exist_ok=True)
-            with gzip.open(self.traces / f"{name}.pickle.gz", "wb") as file:
+            with gzip.open(self.traces / f"{name.replace(' ', '_')}.pickle.gz", "wb") as file:
                 pickle.dump(what, file)
 
     def _events(self, profiler: torch.profiler.profile) -> list[Event]:

@@ -38,7 +38,7 @@ def dry_plans_against_real_ones(place: Place) -> dict[str, Any]:
         subject.step()
         dry = subject.profile(place.kind)
         real = subject.profile()
-        place.keep(f"{name.replace(' ', '_')}.dry", dry)
+        place.keep(f"{name}.dry", dry)
         measured = subject.activations(place)
         figures[name] = {
             "dry peak over measured": round(dry.peak / measured, 4),
@@ -62,9 +62,9 @@ def _of_subject(place: Place, name: str, subject: Subject, faults: list[str]) ->
         "profiled ms": 1e3 * profile.step_seconds,
         "repeats its bits": repeats,
     }
-    with place.recording(f"{name.replace(' ', '_')}_plain"):
+    with place.recording(f"{name}_plain"):
         subject.step()
-    place.keep(f"{name.replace(' ', '_')}.profile", profile)
+    place.keep(f"{name}.profile", profile)
     for budget in _BUDGETS:
         try:
             plan = plan_profile(subject.module, profile, bytes_of_budget(budget, unplanned), make_planner("auto"))

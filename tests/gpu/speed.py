@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -62,52 +63,76 @@ def step_time_at_the_peak_of_compiled_code(place: Place) -> dict[str, Any]:
     width, depth, rows = (1024, 8, 8) if place.is_real else (64, 3, 2)
     subject = large_gpt(place, width=width, depth=depth, rows=rows, context=1024 if place.is_real else 32)
     subject.step()
-    profile, module = subject.profile(), subject.module
-    plain, unplanned = place.seconds_of(subject.step, _ROUNDS), subject.activations(place)
-    figures: dict[str, Any] = {"plain ms": 1e3 * plain}
+    plain = _PlainStep.of(place, subject)
+    figures: dict[str, Any] = {"plain ms": 1e3 * plain.seconds}
     backend = "inductor" if place.is_real else "aot_eager_decomp_partition"
-    for mode, compiled in compiled_models(module, (0.5, 0.3), backend).items():
+    for mode, compiled in compiled_models(subject.module, (0.5, 0.3), backend).items():
         peer = Subject(compiled, subject.inputs)
         peer.step()
-        peak, seconds = peer.activations(place), place.seconds_of(peer.step, _ROUNDS)
-        figures[mode] = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
-        figures[mode] |= _ours_at(place, subject, profile, peak, unplanned, plain)
+        peak, entry = plain.beside(peer)
+        figures[mode] = entry | plain.planned(peak)
         place.tell(figures)
     return figures
 
 
-def _ours_at(
-    place: Place, subject: Subject, profile: Profile, peak: int, unplanned: int, plain: float
-) -> dict[str, Any]:
-    """Peak and time of a plan for that peak, over those of a plain step."""
-    try:
-        plan = plan_profile(subject.module, profile, peak, make_planner("auto"))
-    except PlanError as error:
-        return {"ours": f"refused: {error}"}
-    apply_plan(subject.module, plan)
-    try:
-        return {
-            "our peak": round(subject.activations(place) / unplanned, 3),
-            "our time": round(place.seconds_of(subject.step, _ROUNDS) / plain, 3),
-            "predicted": round(1 + (plan.recompute_share or 0.0), 3),
-        }
-    finally:
-        remove_plan(subject.module)
+@dataclass(frozen=True, slots=True)
+class _PlainStep:
+    """A step without a plan, by which others are measured.
+
+    Attributes:
+        place: Where it runs.
+        subject: Whose step.
+        profile: Of it.
+        seconds: That it takes.
+        peak: Bytes of its activations.
+    """
+
+    place: Place
+    subject: Subject
+    profile: Profile
+    seconds: float
+    peak: int
+
+    @classmethod
+    def of(cls, place: Place, subject: Subject) -> "_PlainStep":
+        """That of ``subject``."""
+        profile = subject.profile()
+        seconds = place.seconds_of(subject.step, _ROUNDS)
+        return cls(place, subject, profile, seconds, subject.activations(place))
+
+    def beside(self, peer: Subject) -> tuple[int, dict[str, Any]]:
+        """The peak of another step of the same arithmetic; peak and time over those of this one."""
+        peak, seconds = peer.activations(self.place), self.place.seconds_of(peer.step, _ROUNDS)
+        return peak, {"peak": round(peak / self.peak, 3), "time": round(seconds / self.seconds, 3)}
+
+    def planned(self, peak: int) -> dict[str, Any]:
+        """Peak and time of a plan for that peak, over those of this step."""
+        module = self.subject.module
+        try:
+            plan = plan_profile(module, self.profile, peak, make_planner("auto"))
+        except PlanError as error:
+            return {"ours": f"refused: {error}"}
+        apply_plan(module, plan)
+        try:
+            _, found = self.beside(self.subject)
+        finally:
+            remove_plan(module)
+        predicted = round(1 + (plan.recompute_share or 0.0), 3)
+        return {"our peak": found["peak"], "our time": found["time"], "predicted": predicted}
 
 
 def _beside_peers(place: Place, subject: Subject) -> dict[str, Any]:
-    profile, module = subject.profile(), subject.module
-    plain, unplanned = place.seconds_of(subject.step, _ROUNDS), subject.activations(place)
-    found: dict[str, Any] = {"parameters": sum(one.numel() for one in module.parameters()), "plain ms": 1e3 * plain}
-    for peer, runner in PEERS.items():
+    plain, module = _PlainStep.of(place, subject), subject.module
+    parameters = sum(one.numel() for one in module.parameters())
+    figures: dict[str, Any] = {"parameters": parameters, "plain ms": 1e3 * plain.seconds}
+    for name, runner in PEERS.items():
         module.runner = runner
         try:
-            peak, seconds = subject.activations(place), place.seconds_of(subject.step, _ROUNDS)
+            peak, entry = plain.beside(subject)
         finally:
             del module.runner
-        entry = {"peak": round(peak / unplanned, 3), "time": round(seconds / plain, 3)}
-        found[peer] = entry | _ours_at(place, subject, profile, peak, unplanned, plain)
-    return found
+        figures[name] = entry | plain.planned(peak)
+    return figures
 
 
 def _plain_step(module: nn.Module, rows: Tensor) -> None:
