@@ -18,6 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores; befo
 
 os.environ.setdefault("LIGHTNING_DPX_TIMING", "quick")  # plans of many small models; what is timed long says so
 
+# Beside simulated devices, real ones are hidden, or accelerator="auto" would mean other hardware on every machine.
+if os.environ.get("DPX_TESTS_SIMULATE") != "0":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 if os.environ.get("LIGHTNING_DPX_PACKAGE") == "pytorch_lightning":
     from tests import lightning_alias
 
@@ -40,9 +44,12 @@ from tests.pairs import keep_every_pair
 registry.entry_points = cache(importlib.metadata.entry_points)
 
 
+_ON_REAL_DEVICES = os.environ.get("DPX_TESTS_SIMULATE") == "0"
+
+
 def _simulate() -> str:
     """Makes simulated devices, before the first backward of the process; says what is missing, if anything is."""
-    if os.environ.get("DPX_TESTS_SIMULATE") == "0":
+    if _ON_REAL_DEVICES:
         return "DPX_TESTS_SIMULATE=0"  # beside a real device torch would take simulated ones for the accelerator
     try:
         dpx.simulate(8)
@@ -66,6 +73,13 @@ _MANY_MODULES = 200
 _MANY_OBJECTS = 10_000
 _num_modules = 0  # when objects were last left out of collections
 _hardware = "cpu"  # what the replicas of the running test live on
+
+
+def pytest_report_header() -> str:
+    """What the tests run on."""
+    if _ON_REAL_DEVICES:
+        return "devices: real ones, none simulated"
+    return "devices: simulated; GPUs are hidden, DPX_TESTS_SIMULATE=0 pytest -m gpu runs what needs one"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -72,26 +72,49 @@ JOBS = {
 
 
 def gpt2(place: Place) -> dict[str, Any]:
-    """Language modelling."""
-    return _all(place, lambda: _gpt2(place))
+    """Language modelling, on the device itself."""
+    return _all(place, lambda: _gpt2(place), _alone())
+
+
+def gpt2_replicas(place: Place) -> dict[str, Any]:
+    """Language modelling, by several replicas."""
+    return _all(place, lambda: _gpt2(place), _replicated())
 
 
 def vit(place: Place) -> dict[str, Any]:
-    """Attention over patches of images."""
-    return _all(place, lambda: _vit(place))
+    """Attention over patches of images, on the device itself."""
+    return _all(place, lambda: _vit(place), _alone())
+
+
+def vit_replicas(place: Place) -> dict[str, Any]:
+    """Attention over patches of images, by several replicas."""
+    return _all(place, lambda: _vit(place), _replicated())
 
 
 def convnext(place: Place) -> dict[str, Any]:
-    """Convolutions."""
-    return _all(place, lambda: _convnext(place))
+    """Convolutions, on the device itself."""
+    return _all(place, lambda: _convnext(place), _alone())
 
 
-def _all(place: Place, make: Callable[[], "Foreign"]) -> dict[str, Any]:
-    """All jobs; what went wrong is told together at the end."""
+def convnext_replicas(place: Place) -> dict[str, Any]:
+    """Convolutions, by several replicas."""
+    return _all(place, lambda: _convnext(place), _replicated())
+
+
+def _alone() -> dict[str, Job]:
+    return {name: job for name, job in JOBS.items() if job.replicas == 1}
+
+
+def _replicated() -> dict[str, Job]:
+    return {name: job for name, job in JOBS.items() if job.replicas > 1}
+
+
+def _all(place: Place, make: Callable[[], "Foreign"], jobs: dict[str, Job]) -> dict[str, Any]:
+    """These jobs; what went wrong is told together at the end."""
     figures: dict[str, Any] = {}
     faults: list[str] = []
     plain: dict[str, Any] = {}
-    for name, job in JOBS.items():
+    for name, job in jobs.items():
         try:
             found = _run(place, make, job, plain)
         except dpx.PlanError as error:  # nothing takes less: what small models are mostly told

@@ -11,6 +11,7 @@ from tests.gpu.models import Subject, subjects
 from tests.gpu.place import Place
 
 _BUDGETS = (0.7, 0.5, 0.3)
+_RECORDED = 0.5
 _ROUNDS = 5
 _TOLERANCE = 1e-3  # of the largest gradient, where a plain step has other bits each time
 
@@ -73,11 +74,15 @@ def _of_subject(place: Place, name: str, subject: Subject, faults: list[str]) ->
             continue
         if plan.peak is None:
             raise AssertionError(f"{name}: a plan of this profile has a peak")
+        place.keep(f"{name}_{budget}.plan", plan)
         apply_plan(subject.module, plan)
         try:
             measured = subject.activations(place)
             given = subject.gradients()
             seconds = place.seconds_of(subject.step, _ROUNDS)
+            if budget == _RECORDED:
+                with place.recording(f"{name}_{budget}"):
+                    subject.step()
         finally:
             remove_plan(subject.module)
         same = all(map(torch.equal, given, expected))

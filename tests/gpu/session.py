@@ -64,11 +64,15 @@ TASKS = (
     Task("offloading", "offloading:budget_kept_and_copies_hidden", is_timed=True),
     Task("scaler", "precision:one_replica_overflows"),
     Task("jobs_gpt2", "jobs:gpt2", seconds=240),
+    Task("jobs_gpt2_replicas", "jobs:gpt2_replicas", seconds=240),
     Task("jobs_vit", "jobs:vit", seconds=240),
+    Task("jobs_vit_replicas", "jobs:vit_replicas", seconds=240),
     Task("jobs_convnext", "jobs:convnext", seconds=240),
+    Task("jobs_convnext_replicas", "jobs:convnext_replicas", seconds=240),
     Task("out_of_memory", "out_of_memory:replanned"),
     Task("host_time", "speed:host_time_of_a_step", is_timed=True),
     Task("step_time", "speed:step_time_at_the_peak_of_peers", seconds=240, is_timed=True),
+    Task("step_time_filled", "speed:step_time_of_a_filled_device", seconds=240, is_timed=True),
     Task("compiled", "speed:step_time_at_the_peak_of_compiled_code", seconds=240, is_timed=True),
 )
 
@@ -150,7 +154,7 @@ def _run(task: Task, device: str, out: Path, seconds: float) -> dict[str, Any]:
     start = time.monotonic()
     with open(logs / f"{task.name}.log", "wb") as log:
         command = _command(task, device, out)
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment(device))
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment(task, device))
         try:
             status = process.wait(timeout=seconds)
             end = "passed" if status == 0 else f"exit status {status}"
@@ -171,10 +175,12 @@ def _command(task: Task, device: str, out: Path) -> list[str]:
     return [_PYTHON, "-m", "tests.gpu.session", "--out", str(out), "--device", device, "--task", task.name]
 
 
-def _environment(device: str) -> dict[str, str]:
+def _environment(task: Task, device: str) -> dict[str, str]:
     """With the workspaces that make cuBLAS deterministic; no simulated devices beside real ones."""
     simulate = {} if device == "sim" else {"DPX_TESTS_SIMULATE": "0"}
-    return os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | simulate
+    # Plans whose speed nobody looks at are made from fewer timed steps.
+    timing = {} if task.is_timed else {"LIGHTNING_DPX_TIMING": "quick"}
+    return os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | simulate | timing
 
 
 def _run_here(name: str, place: Place) -> int:

@@ -43,19 +43,13 @@ def host_time_of_a_step(place: Place) -> dict[str, Any]:
 
 
 def step_time_at_the_peak_of_peers(place: Place) -> dict[str, Any]:
-    """Each peer's peak is measured, a plan made for just that, and both are timed."""
-    sizes = (
-        {"0.1B": (1024, 8, 8), "0.4B": (1536, 14, 8), "1B": (2048, 20, 4)} if place.is_real else {"tiny": (64, 3, 2)}
-    )
-    figures: dict[str, Any] = {}
-    for name, (width, depth, rows) in sizes.items():
-        subject = large_gpt(place, width=width, depth=depth, rows=rows, context=1024 if place.is_real else 32)
-        subject.step()
-        figures[name] = _beside_peers(place, subject)
-        place.tell(figures)
-        del subject
-        place.module.empty_cache()
-    return figures
+    """Each peer's peak is measured, a plan made for just that, and both are timed; batches are small."""
+    return _of_sizes(place, rows_times=1)
+
+
+def step_time_of_a_filled_device(place: Place) -> dict[str, Any]:
+    """The same with so many rows that the device, and not the host, is what a step waits for."""
+    return _of_sizes(place, rows_times=4)
 
 
 def step_time_at_the_peak_of_compiled_code(place: Place) -> dict[str, Any]:
@@ -119,6 +113,22 @@ class _PlainStep:
             remove_plan(module)
         predicted = round(1 + (plan.recompute_share or 0.0), 3)
         return {"our peak": found["peak"], "our time": found["time"], "predicted": predicted}
+
+
+def _of_sizes(place: Place, rows_times: int) -> dict[str, Any]:
+    sizes = (
+        {"0.1B": (1024, 8, 8), "0.4B": (1536, 14, 8), "1B": (2048, 20, 4)} if place.is_real else {"tiny": (64, 3, 2)}
+    )
+    context = 1024 if place.is_real else 32
+    figures: dict[str, Any] = {}
+    for name, (width, depth, rows) in sizes.items():
+        subject = large_gpt(place, width=width, depth=depth, rows=rows_times * rows, context=context)
+        subject.step()
+        figures[name] = _beside_peers(place, subject)
+        place.tell(figures)
+        del subject
+        place.module.empty_cache()
+    return figures
 
 
 def _beside_peers(place: Place, subject: Subject) -> dict[str, Any]:
