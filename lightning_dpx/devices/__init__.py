@@ -42,6 +42,7 @@ from lightning_dpx.devices.memory import (
 from lightning_dpx.devices.offload import OffloadedTensor
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
 from lightning_dpx.devices.timing import Stopwatch, clock_of, counts_by_its_clock, is_modelled, modelled_rates
+from lightning_dpx.devices.workspaces import keeps_workspaces, take_workspaces
 
 __all__ = [
     "Capacity",
@@ -71,6 +72,7 @@ __all__ = [
     "is_modelled",
     "is_out_of_memory",
     "keeps_statistics",
+    "keeps_workspaces",
     "linked_groups",
     "modelled_rates",
     "moved",
@@ -83,5 +85,6 @@ __all__ = [
     "seed_apart",
     "spare_devices",
     "synchronize",
+    "take_workspaces",
     "wire_device",
 ]

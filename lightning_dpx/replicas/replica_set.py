@@ -15,7 +15,9 @@ from lightning_dpx.devices import (
     canonical_device,
     device_context,
     distinct_devices,
+    keeps_workspaces,
     seed_apart,
+    take_workspaces,
 )
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.python_objects.compiled import compiled_names
@@ -414,6 +416,16 @@ class ReplicaSet:
             self._note_draws(stage, in_turns, self.traits.draws.has_drawn(before))
             self._note_writes(stage, in_turns, watch)
         return values
+
+    def take_workspaces(self) -> None:
+        """Has libraries take what they keep for each thread that runs a replica, so that it is among what is there."""
+        tasks: list[Task] = []
+        for replica in self.replicas:
+            if keeps_workspaces(replica.device):
+                take = partial(take_workspaces, replica.device)
+                tasks.append(Task(replica.index, replica.device, "planning", take))
+        if tasks:
+            self._lanes.executor(in_turns=False).run(tasks)
 
     def _tasks(
         self, stage: str, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any], *, one_by_one: bool

@@ -322,6 +322,8 @@ class MemoryPlanning:
         """Profiles a step on ``slices``, and plans unless the profile shows nothing new."""
         if self.without_loss.was_last and self._is_one_process(replicas):
             look_for_loss(replicas, slices[0], run)
+        # A step is profiled in the calling thread, and runs in others.
+        replicas.take_workspaces()
         held = static(slices)
         # The cache looks a step up by the shapes of its batch, and by those
         # this step is a known one.

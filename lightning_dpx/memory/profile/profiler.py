@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.devices import is_host, raises_out_of_memory, synchronize
+from lightning_dpx.devices import is_host, keeps_workspaces, raises_out_of_memory, synchronize, take_workspaces
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
@@ -122,6 +122,9 @@ def profile_step(
     with COLLECTOR.resting(), autocast.suspended():
         try:
             step.costs.note_sizes(module)
+            # What libraries keep from their first call on is no part of the step that comes first.
+            if step.costs.times_steps and keeps_workspaces(device):
+                take_workspaces(device)
             return _profiled(step, compiled)
         finally:
             step.costs.forget_reach()

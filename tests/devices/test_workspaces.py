@@ -1,0 +1,112 @@
+"""What libraries keep for each thread that multiplies on a device is taken when asked for, and counted by planners."""
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_dpx as dpx
+from lightning_dpx.devices import keeps_workspaces, take_workspaces
+from lightning_dpx.memory.profile import costs, profiler
+from lightning_dpx.replicas import replica_set
+from tests.conftest import SIMULATED
+from tests.lightning.memory.test_planning import Tower, fit, loader
+
+MIB = 2**20
+on_devices = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+class _Products(TorchDispatchMode):
+    """Notes in which thread a matrix product runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.threads.add(threading.current_thread().name)
+        return func(*args, **(kwargs or {}))
+
+
+@on_devices
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_calling_thread_and_that_of_autograd_multiply(grad: bool) -> None:
+    with torch.set_grad_enabled(grad), _Products() as products:
+        take_workspaces(torch.device("sim", 0))
+    assert threading.current_thread().name in products.threads
+    assert len(products.threads) == 2
+
+
+def test_only_accelerators_whose_libraries_keep_any_are_asked(monkeypatch: Any) -> None:
+    assert keeps_workspaces(torch.device("cuda", 1))
+    assert not keeps_workspaces(torch.device("cpu"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert keeps_workspaces(torch.device("cuda", 1))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    assert not keeps_workspaces(torch.device("cuda", 1)), "it multiplies nothing: that is an error there"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
+def test_after_that_a_step_in_the_same_thread_leaves_nothing_more(device: str) -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        take_workspaces(torch.device(device))
+        found.append(torch.cuda.memory_allocated(device))
+        rows = torch.randn(64, 64, device=device, requires_grad=True)
+        torch.nn.functional.linear(rows, rows, rows[0]).square().sum().backward()
+        del rows
+        found.append(torch.cuda.memory_allocated(device))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:  # one after the other, but all alive: none takes over what another has left
+        thread.start()
+        thread.join()
+    assert found[0] == found[1], "the first"
+    assert found[4] == found[5], "the last"
+
+
+@on_devices
+@pytest.mark.parametrize("execution", ["inline", "threads"])
+def test_they_are_among_what_a_plan_leaves_room_for(monkeypatch: Any, execution: Any) -> None:
+    """Two threads that take 1 MiB each for good at their first product, as libraries do on a GPU."""
+    device = torch.device("sim", 0)
+    sim, kept = torch.get_device_module("sim"), dict[str, torch.Tensor]()
+
+    def take(_device: torch.device) -> None:
+        name = threading.current_thread().name
+        if name not in kept:
+            kept[name] = torch.empty(MIB, dtype=torch.uint8, device=device)
+
+    class Multiplies(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(10)))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            take(device)
+            return super().training_step(batch, batch_idx)
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            peaks.append(sim.max_memory_allocated(0) - before)
+
+    for user in (replica_set, profiler):
+        monkeypatch.setattr(user, "keeps_workspaces", lambda device: device.type == "sim")
+        monkeypatch.setattr(user, "take_workspaces", take)
+    # As a real device is timed, and not by its own clock.
+    monkeypatch.setattr(costs, "is_modelled", lambda device: False)
+    gc.collect()
+    before, budget, peaks = sim.memory_allocated(0), 16 * MIB, list[int]()
+    strategy = dpx.DPXStrategy(
+        parallel_devices=[device] * 2, execution=execution, memory_budget=before + budget, verify="off"
+    )
+    fit(Multiplies(), loader(1024, batches=3), strategy=strategy, accelerator="sim", devices="auto")
+    assert len(kept) == (1 if execution == "inline" else 3), "of the thread that profiles, and of the replicas"
+    assert max(peaks[1:]) <= budget
