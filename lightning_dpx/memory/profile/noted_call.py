@@ -56,10 +56,12 @@ class HeldTensor:
     Attributes:
         held: A weak reference to it.
         num_elements: Of the tensor.
+        is_idle: Whether nobody reads what is in it.
     """
 
     held: "weakref.ref[Any]"
     num_elements: int
+    is_idle: bool = False
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor; ``None`` if it is gone."""

@@ -222,10 +222,10 @@ class NotedCalls:
             noted.met = needed(noted.met, len(self._saved.held))
         return not any(collective.obstacle for collective in noted.met)
 
-    def packed(self, elements: int, held: Any, hold: int, name: str) -> None:
-        """Autograd saves a tensor of so many elements, and holds ``held`` for it."""
+    def packed(self, tensor: torch.Tensor, elements: int, held: Any, hold: int, name: str) -> None:
+        """Autograd saves ``tensor``, which stands for so many elements, and holds ``held`` for it."""
         number = len(self._saved.held)
-        self._saved.held.append(HeldTensor(weakref.ref(held), elements))
+        self._saved.held.append(HeldTensor(weakref.ref(held), elements, self._trace.idle_states.has(tensor)))
         innermost = self._open[-1] if self._open else -1
         if innermost >= 0 and not self._noted[innermost].call.obstacle:
             # A call that is made again ends with the last tensor that it saved, and the generators

@@ -98,10 +98,10 @@ class ProfilingHooks(Rematerialization):
             self._note_in_code(tensor)
         if isinstance(packed, _Held):
             value = packed.entry if isinstance(packed.entry, Value) else packed.entry.value
-            self.calls.packed(elements, packed.entry, packed.index, value.name)
+            self.calls.packed(tensor, elements, packed.entry, packed.index, value.name)
             return packed
         held = self.calls.part(tensor, packed)
-        self.calls.packed(elements, packed, -1, "")
+        self.calls.packed(tensor, elements, packed, -1, "")
         return held
 
     def _packed(self, tensor: torch.Tensor) -> "Unnamed | _Held":

@@ -21,6 +21,7 @@ from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.tracing.allocator_account import Account, OperatorMemory, account_of
 from lightning_dpx.memory.tracing.generator_states import GENERATOR_STATES
 from lightning_dpx.memory.tracing.gradient_terms import GradientTerms, identity
+from lightning_dpx.memory.tracing.idle_states import IdleStates
 from lightning_dpx.memory.tracing.storage_ledger import Allocation, StorageLedger
 from lightning_dpx.python_objects.leave_no_trace import CopyOnWrite
 from lightning_dpx.torch_compat import (
@@ -47,6 +48,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         called: Every operator.
         seconds: Spent in operators.
+        idle_states: Among the results of operators.
         communicates: Whether an operator was one of several processes.
     """
 
@@ -67,6 +69,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ledger = StorageLedger(makes)
         self._gradient_terms = GradientTerms(self._ledger)
         self.seconds: float = 0.0
+        self.idle_states: IdleStates = IdleStates()
         self.communicates: bool = False
         self.called: list[Any] = []
 
@@ -182,6 +185,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         num_earlier = len(ledger.allocations)
         self.communicates |= func.namespace in COLLECTIVES
         self.called.append(func)
+        self.idle_states.note(func, out, args, kwargs)
         term = self._gradient_terms.term_of(func, args, out)
         # Whether the sum has memory of its own is known with the next event.
         if term is not None:
