@@ -52,6 +52,9 @@ class Bookkeeping:
         again: For each further time that a value is made in a step: nothing is noted then, and found by no hook.
         following: For a step in which anything is dropped, whatever that is: steps with backwards of their own have
             hooks on every module and for every tensor.
+        operator_share: Of what operators take that are tried one by one, so much they take within a step. A device that
+            computes beside Python gets the next one while it is busy, and alone each begins on an idle device.
+        call_share: The same of calls that are replayed.
         offload: For a value that is sent to the host's memory and fetched, beside its copies.
         step_seconds: Of the step without a plan that this was measured beside; 0 where it was measured elsewhere.
     """
@@ -63,6 +66,8 @@ class Bookkeeping:
     usual_places: float = 0.0
     again: float = 0.0
     following: float = 0.0
+    operator_share: float = 1.0
+    call_share: float = 1.0
     offload: float = 0.0
     step_seconds: float = 0.0
 

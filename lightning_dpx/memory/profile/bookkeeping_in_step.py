@@ -5,10 +5,10 @@ and, on accelerators, one in which some values are offloaded run in turns with s
 longer, less the operators and calls that they repeat, is bookkeeping, whatever it consists of: Python whose code has
 left the caches since it ran last, operators on tensors that have left them, hooks, noted operands, objects that are
 made and go. Steps whose operators take much longer are not run for it. Of a device that computes beside Python, what it
-has waited for is left, and that may be nothing.
+has waited for is left, and that may be nothing, or less: then the operators take less than alone.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ _ENOUGH = 0.4  # seconds
 # Seconds of a step: with longer ones, which others on the processor disturb less, one turn warms up for them all, and
 # what a place takes is not told apart from what a value takes. Otherwise a model of 2,000 layers takes 4 s for it.
 _LONG = 0.02
+_TOO_LONG = 0.5  # seconds of a step: even a few of them are many
 # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
 # all do; and the few that are far apart tell what a place takes, see drop_sites.py.
 _EVERY = 2
@@ -46,6 +47,7 @@ _RARELY = 8
 _LEAST_RATIO = 1.0  # of a place to a value: 1.1 to 3.7, mostly 2, where nine models were measured many times
 _MOST_RATIO = 3.0
 _USUAL_RATIO = 2.0
+_LEAST_SHARE = 0.25  # of its time alone that an operator takes within a step; what is measured as less is noise
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -79,10 +81,12 @@ def measured_in_step(
     by_values = known.value * (len(profile.values) if profile.saves else len(made["dropped"]))
     by_calls = sum(known.of_call(call.tensors) for call in calls)
     least = _WORTH_IT * profile.step_seconds
+    # Beside Python a device may take less than alone, which only steps tell.
+    is_wanted = hides and profile.step_seconds <= _TOO_LONG
     # Where writes are watched, the times hold that as well.
-    if timer.watches or max(by_values, by_calls) < least:
+    if timer.watches or not (is_wanted or max(by_values, by_calls) >= least):
         return known
-    if by_values < least:
+    if not is_wanted and by_values < least:
         sets = {}
     kinds = dict[str, Practised | Replays]()
     try:
@@ -90,7 +94,7 @@ def measured_in_step(
             kinds[kind] = _dropping(profile, module, dropped)
         if away:
             kinds[_OFFLOADED] = _offloading(profile, module, away)
-        if by_calls >= least:
+        if calls and (is_wanted or by_calls >= least):
             kinds["replayed"] = Replays(module, [call.name for call in calls])
         # On accelerators the host's caches count in long steps as well.
         warm_up = _WARM_UP if hides or profile.step_seconds <= _LONG else 1
@@ -103,8 +107,10 @@ def measured_in_step(
     is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
     # What is hidden takes nothing, whatever it takes elsewhere.
     told = _of_values(cases, Bookkeeping() if hides else known, is_followed=is_followed)
+    if hides and cases:
+        told = replace(told, operator_share=_share(cases[0].spent, cases[0].operators))
     if "replayed" in found:
-        told = _with_calls(told, found["replayed"] - plain, calls, by_calls, known)
+        told = _with_calls(told, found["replayed"] - plain, calls, by_calls, known, hides=hides)
     if away:
         told = replace(told, offload=max(0.0, found[_OFFLOADED] - plain) / len(away))
     return replace(told, step_seconds=plain)
@@ -143,7 +149,13 @@ def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> P
 
 
 def _with_calls(
-    told: Bookkeeping, spent: float, calls: Iterable[SavedCall], expected: float, known: Bookkeeping
+    told: Bookkeeping,
+    spent: float,
+    calls: Sequence[SavedCall],
+    expected: float,
+    known: Bookkeeping,
+    *,
+    hides: bool,
 ) -> Bookkeeping:
     """``told`` with that of replayed calls, as far as a step that replays these has any.
 
@@ -153,10 +165,12 @@ def _with_calls(
         calls: Those that it replays.
         expected: Seconds of bookkeeping that were expected.
         known: What that was expected by.
+        hides: Whether the calls may take less within a step than alone.
     """
-    beside = spent - sum(call.seconds for call in calls)
+    replays = sum(call.seconds for call in calls)
+    beside = spent - replays
     if beside <= 0.0:
-        return told
+        return replace(told, call_share=_share(spent, replays)) if hides else told
     factor = beside / expected
     return replace(told, call=known.call * factor, tensor=known.tensor * factor)
 
@@ -173,18 +187,32 @@ class _Case(NamedTuple):
     Attributes:
         made: How many values are made again.
         places: At how many places something is dropped.
-        seconds: Of bookkeeping.
+        spent: Seconds that the step takes longer.
+        operators: Seconds of the operators that make them, alone.
     """
 
     made: int
     places: int
-    seconds: float
+    spent: float
+    operators: float
+
+    @property
+    def seconds(self) -> float:
+        """Of bookkeeping."""
+        return max(0.0, self.spent - self.operators)
 
 
 def _case_of(profile: Profile, dropped: Collection[int], made: Collection[int], spent: float) -> _Case:
     """What is left for bookkeeping of the seconds that a step takes longer."""
     operators = sum(profile.values[index].seconds for index in made)
-    return _Case(len(made), count_places(profile, dropped), max(0.0, spent - operators))
+    return _Case(len(made), count_places(profile, dropped), spent, operators)
+
+
+def _share(spent: float, alone: float) -> float:
+    """Of the seconds that something takes alone, those that a step takes longer with it; 1 if that is more."""
+    if spent >= alone:
+        return 1.0
+    return max(_LEAST_SHARE, spent / alone)
 
 
 def _of_values(cases: Sequence[_Case], known: Bookkeeping, *, is_followed: bool) -> Bookkeeping:
@@ -262,12 +290,14 @@ def with_bookkeeping(profile: Profile, bookkeeping: Bookkeeping) -> Profile:
 def _with(value: SavedValue, bookkeeping: Bookkeeping, tensors: Mapping[str, int]) -> SavedValue:
     if not value.seconds or value.offloaded:
         return value
-    more = bookkeeping.of_call(tensors.get(value.call, 0)) if value.call else bookkeeping.value
-    return replace(value, seconds=value.seconds + more)
+    if value.call:
+        more = bookkeeping.of_call(tensors.get(value.call, 0))
+        return replace(value, seconds=bookkeeping.call_share * value.seconds + more)
+    return replace(value, seconds=bookkeeping.operator_share * value.seconds + bookkeeping.value)
 
 
 def _of_call(call: SavedCall, bookkeeping: Bookkeeping) -> SavedCall:
-    return replace(call, seconds=call.seconds + bookkeeping.of_call(call.tensors))
+    return replace(call, seconds=bookkeeping.call_share * call.seconds + bookkeeping.of_call(call.tensors))
 
 
 def droppable_values(profile: Profile) -> list[int]:
