@@ -23,8 +23,10 @@ def budget_kept_and_copies_hidden(place: Place) -> dict[str, Any]:
     subject.step()
     expected, plain = subject.gradients(), place.seconds_of(subject.step, _ROUNDS)
     profile = subject.profile()
+    place.keep("offloading.profile", profile)
     figures: dict[str, Any] = {"link GB/s": _link(place, 2**28 if place.is_real else 2**20), "plain ms": 1e3 * plain}
     offloaded = _all_offloaded(subject)
+    place.keep("offloading.plan", offloaded)
     for prefetch_depth in (0, 2):
         plan = replace(offloaded, prefetch_depth=prefetch_depth)
         apply_plan(subject.module, plan)

@@ -91,6 +91,7 @@ class _PlainStep:
     def of(cls, place: Place, subject: Subject) -> "_PlainStep":
         """That of ``subject``."""
         profile = subject.profile()
+        place.keep(f"{profile.peak}_bytes.profile", profile)
         seconds = place.seconds_of(subject.step, _ROUNDS)
         return cls(place, subject, profile, seconds, subject.activations(place))
 
@@ -106,6 +107,7 @@ class _PlainStep:
             plan = plan_profile(module, self.profile, peak, make_planner("auto"))
         except PlanError as error:
             return {"ours": f"refused: {error}"}
+        self.place.keep(f"{self.profile.peak}_within_{peak}_bytes.plan", plan)
         apply_plan(module, plan)
         try:
             _, found = self.beside(self.subject)
