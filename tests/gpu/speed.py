@@ -77,6 +77,7 @@ class _PlainStep:
         place: Where it runs.
         subject: Whose step.
         profile: Of it.
+        profiling: Seconds that the profile took.
         seconds: That it takes.
         peak: Bytes of its activations.
     """
@@ -84,16 +85,19 @@ class _PlainStep:
     place: Place
     subject: Subject
     profile: Profile
+    profiling: float
     seconds: float
     peak: int
 
     @classmethod
     def of(cls, place: Place, subject: Subject) -> "_PlainStep":
         """That of ``subject``."""
+        start = time.perf_counter()
         profile = subject.profile()
+        profiling = time.perf_counter() - start
         place.keep(f"{profile.peak}_bytes.profile", profile)
         seconds = place.seconds_of(subject.step, _ROUNDS)
-        return cls(place, subject, profile, seconds, subject.activations(place))
+        return cls(place, subject, profile, profiling, seconds, subject.activations(place))
 
     def beside(self, peer: Subject) -> tuple[int, dict[str, Any]]:
         """The peak of another step of the same arithmetic; peak and time over those of this one."""
@@ -103,10 +107,12 @@ class _PlainStep:
     def planned(self, peak: int) -> dict[str, Any]:
         """Peak and time of a plan for that peak, over those of this step."""
         module = self.subject.module
+        start = time.perf_counter()
         try:
             plan = plan_profile(module, self.profile, peak, make_planner("auto"))
         except PlanError as error:
             return {"ours": f"refused: {error}"}
+        planning = (time.perf_counter() - start) / self.seconds
         self.place.keep(f"{self.profile.peak}_within_{peak}_bytes.plan", plan)
         apply_plan(module, plan)
         try:
@@ -114,7 +120,8 @@ class _PlainStep:
         finally:
             remove_plan(module)
         predicted = round(1 + (plan.recompute_share or 0.0), 3)
-        return {"our peak": found["peak"], "our time": found["time"], "predicted": predicted}
+        ours = {"our peak": found["peak"], "our time": found["time"], "predicted": predicted}
+        return ours | {"steps to plan": round(planning, 1)}
 
 
 def _of_sizes(place: Place, rows_times: int) -> dict[str, Any]:
@@ -136,7 +143,8 @@ def _of_sizes(place: Place, rows_times: int) -> dict[str, Any]:
 def _beside_peers(place: Place, subject: Subject) -> dict[str, Any]:
     plain, module = _PlainStep.of(place, subject), subject.module
     parameters = sum(one.numel() for one in module.parameters())
-    figures: dict[str, Any] = {"parameters": parameters, "plain ms": 1e3 * plain.seconds}
+    steps = round(plain.profiling / plain.seconds, 1)
+    figures: dict[str, Any] = {"parameters": parameters, "plain ms": 1e3 * plain.seconds, "steps to profile": steps}
     for name, runner in PEERS.items():
         module.runner = runner
         try:
