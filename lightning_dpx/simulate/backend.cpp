@@ -2,6 +2,11 @@
 // generators, whose operators run the CPU's kernels on the very same memory. Everything that makes several accelerators
 // different from one CPU is real (device errors, copies, one autograd thread per device); only the arithmetic is borrowed.
 
+// No text is made with std::ostream. PyTorch's libraries export parts of the libstdc++ that they were built with, so a
+// stream of this file would be made by theirs and used by the system's: with torch 2.11+cu130 on one machine, every
+// number that was written to one ended the process. The checks in PyTorch's headers then tell their condition alone.
+#define STRIP_ERROR_MESSAGES
+
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
@@ -17,8 +22,27 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 
 namespace {
+
+// ---- errors ----
+
+std::string text(const char* part) { return part; }
+std::string text(const std::string& part) { return part; }
+std::string text(int64_t part) { return std::to_string(part); }
+std::string text(c10::Device part) { return part.str(); }
+
+template <typename... Parts>
+std::string joined(const Parts&... parts) {
+  std::string all;
+  (all.append(text(parts)), ...);
+  return all;
+}
+
+// TORCH_CHECK writes its message, even one string, to a std::ostringstream.
+#define SIM_CHECK(error, condition, ...) \
+  if (C10_UNLIKELY(!(condition))) C10_THROW_ERROR(error, joined(__VA_ARGS__))
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 16;  // autograd starts one thread for each, once per process
@@ -38,7 +62,7 @@ std::atomic<int> num_devices{1};
 void claim(int device, int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   auto& ledger = ledgers.at(device);
-  TORCH_CHECK_WITH(
+  SIM_CHECK(
       OutOfMemoryError, ledger.capacity == 0 || ledger.live + bytes <= ledger.capacity,
       "sim:", device, " out of memory, as CUDA out of memory. Tried to allocate ", bytes, " bytes. The device has a capacity of ",
       ledger.capacity, " bytes, of which ", ledger.capacity - ledger.live, " are free.");
@@ -146,8 +170,8 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return {kSim, static_cast<c10::DeviceIndex>(current_device)}; }
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(
-        device.index() < num_devices, "There is no ", device, ": ", num_devices.load(), " devices are simulated.");
+    SIM_CHECK(
+        Error, device.index() < num_devices, "There is no ", device, ": ", num_devices.load(), " devices are simulated.");
     uncheckedSetDevice(device);
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
@@ -273,8 +297,8 @@ struct Call {
   void see(const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     if (tensor.device().type() == kSim) {
-      TORCH_CHECK(
-          device == -1 || device == tensor.device().index(),
+      SIM_CHECK(
+          Error, device == -1 || device == tensor.device().index(),
           "Expected all tensors to be on the same device, but found at least two devices, sim:", device, " and ",
           tensor.device(), "! (when checking arguments of ", schema.name(), ")");
       device = tensor.device().index();
@@ -282,7 +306,8 @@ struct Call {
   }
 
   void refuse_host(const at::Tensor& tensor) const {
-    TORCH_CHECK(
+    SIM_CHECK(
+        Error,
         !tensor.defined() || tensor.device().type() == kSim || tensor.dim() == 0 || takes_host_tensors(schema.name()),
         "Expected all tensors to be on the same device, but found at least two devices, sim:", device, " and ",
         tensor.device(), "! (when checking arguments of ", schema.name(), ")");
@@ -382,8 +407,8 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = changed(value, [&](const at::Tensor& tensor) { return call.host(tensor); });
     }
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      seeded || !op.hasTag(at::Tag::nondeterministic_seeded), schema.name(),
+  SIM_CHECK(
+      NotImplementedError, seeded || !op.hasTag(at::Tag::nondeterministic_seeded), schema.name(),
       " draws random numbers without a generator argument; simulated devices do not support it.");
   // These use their result for a larger tensor in between, and warn unless it is empty.
   const bool loss = schema.name() == "aten::mse_loss" || schema.name() == "aten::smooth_l1_loss";
@@ -408,7 +433,8 @@ void on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 c10::Device placed(std::optional<c10::Device> device) {
   auto wanted = device.value_or(c10::Device(kSim, current_device));
   auto index = wanted.has_index() ? wanted.index() : static_cast<c10::DeviceIndex>(current_device);
-  TORCH_CHECK(index < num_devices, "There is no sim:", int(index), ": ", num_devices.load(), " devices are simulated.");
+  SIM_CHECK(
+      Error, index < num_devices, "There is no sim:", index, ": ", num_devices.load(), " devices are simulated.");
   return {kSim, index};
 }
 
@@ -606,11 +632,11 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 // ---- what Python asks: torch.ops.dpx_sim ----
 
 void check_index(int64_t device) {
-  TORCH_CHECK(device >= 0 && device < kMaxDevices, "device ", device, " is not in 0..", kMaxDevices - 1);
+  SIM_CHECK(Error, device >= 0 && device < kMaxDevices, "device ", device, " is not in 0..", kMaxDevices - 1);
 }
 
 void set_devices(int64_t count) {
-  TORCH_CHECK(count >= 1 && count <= kMaxDevices, "count ", count, " is not in 1..", kMaxDevices);
+  SIM_CHECK(Error, count >= 1 && count <= kMaxDevices, "count ", count, " is not in 1..", kMaxDevices);
   num_devices = static_cast<int>(count);
 }
 
@@ -695,7 +721,7 @@ std::vector<std::string> traffic_lines() {
   std::vector<std::string> lines;
   for (const auto& [key, value] : traffic) {
     const auto& [source, target, name] = key;
-    lines.push_back(c10::str(source, " ", target, " ", value.count, " ", value.bytes, " ", name));
+    lines.push_back(joined(source, " ", target, " ", value.count, " ", value.bytes, " ", name));
   }
   return lines;
 }

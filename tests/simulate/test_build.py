@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_dpx.simulate.build import cached_library
 from tests import programs
 from tests.conftest import SIMULATED
 
@@ -19,6 +20,13 @@ def test_without_a_compiler_the_package_works_and_simulate_says_what_to_install(
     assert "rows 4" in printed
     assert "UnsupportedError" in printed
     assert "apt install g++" in printed
+
+
+def test_no_text_is_made_with_streams_whose_parts_may_be_of_two_standard_libraries() -> None:
+    """Numbers that were written to one ended the process on a machine with another standard library."""
+    compiled = cached_library().read_bytes()
+    assert b"basic_ostringstream" not in compiled
+    assert b"_ZNSols" not in compiled, "no std::ostream::operator<< of a number"
 
 
 @pytest.mark.slow
