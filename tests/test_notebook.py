@@ -2,8 +2,8 @@
 
 import re
 
+import pytest
 import torch
-from IPython.core.formatters import HTMLFormatter
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader
@@ -12,9 +12,11 @@ import lightning_dpx as dpx
 from lightning_dpx.memory import profile_step
 from lightning_dpx.notebook import html_table
 
+formatters = pytest.importorskip("IPython.core.formatters")
+
 
 def shown_by_notebook(value: object) -> str:
-    shown = HTMLFormatter()(value)
+    shown = formatters.HTMLFormatter()(value)
     assert isinstance(shown, str)
     return shown
 
