@@ -4,8 +4,10 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,9 +70,20 @@ def versions() -> list[Finding]:
     found = [Finding("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     for package in PACKAGES:
         # Of torch its own: only that names the build, such as +cu130.
-        version = torch.__version__ if package == "torch" else importlib.metadata.version(package)
+        version = torch.__version__ if package == "torch" else _installed_version(package)
         found.append(Finding(package, version))
     return found
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    # A checkout that PYTHONPATH names has no metadata: this package, mostly.
+    except importlib.metadata.PackageNotFoundError:
+        module = sys.modules.get(package)
+        if module is None or module.__file__ is None:
+            return "not installed"
+        return f"{module.__version__}, not installed: run from {Path(module.__file__).parents[1]}"
 
 
 def devices() -> list[Finding]:
