@@ -82,11 +82,12 @@ def measured_in_step(
     by_calls = sum(known.of_call(call.tensors) for call in calls)
     least = _WORTH_IT * profile.step_seconds
     # Beside Python a device may take less than alone, which only steps tell.
-    is_wanted = hides and profile.step_seconds <= _TOO_LONG
+    is_wanted = hides and profile.step_seconds <= _TOO_LONG and bool(made["dropped"] or calls or away)
     # Where writes are watched, the times hold that as well.
     if timer.watches or not (is_wanted or max(by_values, by_calls) >= least):
         return known
-    if not is_wanted and by_values < least:
+    # Of a step in which nothing is dropped there is nothing to tell, beside hooks that are called for every tensor.
+    if by_values < least and not (is_wanted and made["dropped"]):
         sets = {}
     kinds = dict[str, Practised | Replays]()
     try:
@@ -171,6 +172,9 @@ def _with_calls(
     beside = spent - replays
     if beside <= 0.0:
         return replace(told, call_share=_share(spent, replays)) if hides else told
+    # What is known is a difference of times, and may be nothing.
+    if expected <= 0.0:
+        return replace(told, call=beside / len(calls))
     factor = beside / expected
     return replace(told, call=known.call * factor, tensor=known.tensor * factor)
 
@@ -210,7 +214,7 @@ def _case_of(profile: Profile, dropped: Collection[int], made: Collection[int], 
 
 def _share(spent: float, alone: float) -> float:
     """Of the seconds that something takes alone, those that a step takes longer with it; 1 if that is more."""
-    if spent >= alone:
+    if spent >= alone or alone <= 0.0:
         return 1.0
     return max(_LEAST_SHARE, spent / alone)
 

@@ -227,6 +227,36 @@ def test_of_such_a_device_operators_may_take_less_within_a_step_than_alone(
     assert told.calls[0].seconds == pytest.approx(2.0 + found.of_call(call.tensors))
 
 
+def test_where_nothing_can_be_dropped_no_step_is_run_for_it(step: tuple[nn.Module, Tensor, Profile]) -> None:
+    module, x, profile = step
+    refused = tuple(replace(value, refused="drawn") for value in profile.values)
+    call = next(call for call in profile.calls if call.parent < 0)
+    replayed = replace(profile, step_seconds=0.001, values=refused, calls=(replace(call, seconds=3.0),))
+    known = Bookkeeping(0.1, 1.0, 0.5)
+    # A step that others disturbed while nothing was planned: all that is planned seems to take less than nothing.
+    timer = Scripted(module, *[5.0] * 2, *[1.0, 0.5] * 3)
+    found = measured(timer, replayed, x, known, hides=True)
+    assert len(timer.hooks) == 4, "two that replay to warm up, then one without a plan and one that replays"
+    assert (found.operator_share, found.call_share, found.value) == (1.0, 0.25, 0.0)
+    timer = Scripted(module, 1.0)
+    assert measured(timer, replace(replayed, calls=()), x, known, hides=True) == known
+    assert not timer.hooks
+
+
+def test_calls_take_what_a_step_says_where_elsewhere_they_took_nothing(
+    step: tuple[nn.Module, Tensor, Profile],
+) -> None:
+    module, x, profile = step
+    free = replace(
+        profile, step_seconds=0.4, values=(), calls=tuple(replace(call, seconds=0.0) for call in profile.calls)
+    )
+    timer = Scripted(module, *[5.0] * 2, *[1.0, 9.0] * 3)
+    found = measured(timer, free, x, Bookkeeping(), hides=True)
+    assert sum(found.of_call(call.tensors) for call in profile.calls) == pytest.approx(8.0)
+    timer = Scripted(module, *[5.0] * 2, *[1.0, 0.5] * 3)
+    assert measured(timer, free, x, Bookkeeping(), hides=True).call_share == 1.0
+
+
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 def test_what_the_host_does_for_offloaded_values_counts_and_makes_others_cheaper() -> None:
     torch.manual_seed(0)
