@@ -46,11 +46,31 @@ def test_the_calling_thread_and_that_of_autograd_multiply(grad: bool) -> None:
 def test_only_accelerators_whose_libraries_keep_any_are_asked(monkeypatch: Any) -> None:
     assert keeps_workspaces(torch.device("cuda", 1))
     assert not keeps_workspaces(torch.device("cpu"))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert keeps_workspaces(torch.device("cuda", 1))
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    assert not keeps_workspaces(torch.device("cuda", 1)), "it multiplies nothing: that is an error there"
+
+
+@pytest.mark.parametrize(
+    ("config", "warn_only", "keeps"),
+    [
+        (":4096:8", False, True),
+        (":16:8", False, True),
+        ("", False, False),
+        (":0:0", False, False),
+        ("", True, True),
+        (":0:0", True, True),
+    ],
+)
+def test_where_every_product_is_an_error_there_are_none(
+    monkeypatch: Any, config: str, warn_only: bool, keeps: bool
+) -> None:
+    """What torch takes for repeatable, and whether it raises or warns elsewhere, is what counts."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if config:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert keeps_workspaces(torch.device("cuda", 1)) is keeps
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
