@@ -73,7 +73,7 @@ def measured_in_step(
         known: What bookkeeping takes elsewhere: what it counts as where it is too little to be seen in the step.
         hides: Whether the device computes beside Python, so that in a step it may take less than elsewhere.
     """
-    sets = _sets_to_drop(profile)
+    sets = _sets_to_drop(profile, by_size=hides)
     away = _some_to_offload(profile)
     made = {kind: made_again(profile, dropped) for kind, dropped in sets.items()}
     calls = [call for call in profile.calls if call.parent < 0]
@@ -108,19 +108,33 @@ def measured_in_step(
     is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
     # What is hidden takes nothing, whatever it takes elsewhere.
     told = _of_values(cases, Bookkeeping() if hides else known, is_followed=is_followed)
+    least_share = _LEAST_SHARE if hides else 1.0
     if hides and cases:
-        told = replace(told, operator_share=_share(cases[0].spent, cases[0].operators))
+        # A call consists of operators, which plans weigh it against: it takes no smaller share than they do, and the
+        # clock of a device changes from one step to the next.
+        least_share = _share(cases[0].spent, cases[0].operators)
+        told = replace(told, operator_share=least_share, call_share=least_share)
     if "replayed" in found:
-        told = _with_calls(told, found["replayed"] - plain, calls, by_calls, known, hides=hides)
+        told = _with_calls(told, found["replayed"] - plain, calls, by_calls, known, least_share)
     if away:
         told = replace(told, offload=max(0.0, found[_OFFLOADED] - plain) / len(away))
     return replace(told, step_seconds=plain)
 
 
-def _sets_to_drop(profile: Profile) -> dict[str, list[int]]:
-    """By name, the values that are dropped together in a step that is measured."""
+def _sets_to_drop(profile: Profile, *, by_size: bool) -> dict[str, list[int]]:
+    """By name, the values that are dropped together in a step that is measured.
+
+    Args:
+        profile: Of the step.
+        by_size: Take the largest ones, as plans do. On accelerators small ones, such as the statistics of a norm, say
+            nothing of the others: alone they take what it takes to start a kernel.
+    """
     droppable = droppable_values(profile)
-    sets = {"dropped": droppable[::_EVERY]}
+    dropped = droppable[::_EVERY]
+    if by_size:
+        largest = sorted(droppable, key=lambda index: -profile.values[index].num_bytes)
+        dropped = sorted(largest[: len(dropped)])
+    sets = {"dropped": dropped}
     if profile.step_seconds <= _LONG:
         sets["sparsely"] = droppable[::_RARELY]
     return sets
@@ -155,8 +169,7 @@ def _with_calls(
     calls: Sequence[SavedCall],
     expected: float,
     known: Bookkeeping,
-    *,
-    hides: bool,
+    least_share: float,
 ) -> Bookkeeping:
     """``told`` with that of replayed calls, as far as a step that replays these has any.
 
@@ -166,12 +179,13 @@ def _with_calls(
         calls: Those that it replays.
         expected: Seconds of bookkeeping that were expected.
         known: What that was expected by.
-        hides: Whether the calls may take less within a step than alone.
+        least_share: Of the time that a call takes alone, so much it takes within a step at least.
     """
     replays = sum(call.seconds for call in calls)
     beside = spent - replays
+    told = replace(told, call_share=max(least_share, _share(spent, replays)))
     if beside <= 0.0:
-        return replace(told, call_share=_share(spent, replays)) if hides else told
+        return told
     # What is known is a difference of times, and may be nothing.
     if expected <= 0.0:
         return replace(told, call=beside / len(calls))
