@@ -51,6 +51,7 @@ class StepTimer:
         watches: Whether the next step is watched, as the first one is: what writes to tensors that are not buffers
             is not timed without, although that takes time itself.
         communicates: Whether the step talks to other processes, which must run it equally often.
+        queued: The least seconds of a step so far until the host has handed all of it to the device, and may go on.
     """
 
     def __init__(self, device: torch.device, alone: "PutsBack") -> None:
@@ -60,6 +61,7 @@ class StepTimer:
         self._can_follow_itself = True
         self.watches: bool = True
         self.communicates: bool = False
+        self.queued: float = float("inf")
 
     def in_a_row(self, measure: Callable[[], T]) -> T:
         """What ``measure`` returns, whose steps follow each other as in training; what they change is put back after.
@@ -88,10 +90,13 @@ class StepTimer:
             synchronize(self._device)
             start = clock()
             result = forward()
+            returned = clock()
             synchronize(self._device)
             middle = clock()
             if result is not None:
                 backward(result)
+            # Forward and backward of an accelerator return when their operators are queued.
+            self.queued = min(self.queued, returned - start + clock() - middle)
             synchronize(self._device)
             end = clock()
             del result

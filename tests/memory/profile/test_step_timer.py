@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dpx.devices import clock_of
-from lightning_dpx.memory.profile import timing_effort
+from lightning_dpx.memory.profile import step_timer, timing_effort
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from tests.conftest import SIMULATED, sim_device
@@ -37,6 +37,30 @@ def test_every_step_is_put_back_and_backward_gets_what_forward_returned() -> Non
     assert 0 < first_part <= whole
     assert log == ["alone, watched True", "forward", True, "put back"]
     assert not timer.watches, "nothing was seen that must be watched"
+
+
+def test_what_the_device_still_has_to_do_is_no_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    @contextmanager
+    def alone(*, watches: bool) -> Iterator[None]:
+        yield
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(step_timer, "clock_of", lambda device: lambda: now[0])
+    monkeypatch.setattr(step_timer, "synchronize", lambda device: takes(8.0))
+    timer = StepTimer(CPU, alone)
+
+    def forward() -> torch.Tensor:
+        takes(2.0)
+        return torch.ones(1)
+
+    assert timer.timed(forward, lambda result: takes(1.0)) == (2 + 8 + 1 + 8, 2 + 8)
+    assert timer.queued == 2 + 1
+    timer.timed(forward, lambda result: takes(3.0))
+    assert timer.queued == 2 + 1, "the least of all steps"
 
 
 def test_the_first_step_does_not_count_and_long_ones_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
