@@ -117,6 +117,15 @@ class InstantiateOnlyCLI(ConfigCLI):
         # Lightning lets arguments that are given here win over those of the config.
         return super().instantiate_trainer(**{**kwargs, **quiet, **self._for_trainer})
 
+    def make_trainer_again(self, trainer: dict[str, Any]) -> None:
+        """Another Trainer for the same config.
+
+        Args:
+            trainer: Arguments of it that are not up to the user, in place of the first one's.
+        """
+        self._for_trainer = trainer
+        self.trainer = self.instantiate_trainer()
+
     def _callbacks_of_the_step(self) -> list[Any]:
         """Those of the config without what writes files of checkpoints, or prints: some a quiet Trainer refuses."""
         kept = []

@@ -13,11 +13,13 @@ from lightning_dpx.commands import plan_ranks, plan_times
 from lightning_dpx.commands.output import TellOnce, written
 from lightning_dpx.commands.plan_arguments import (
     add_devices,
+    add_dry,
     add_plan_cache,
     check_config,
     check_files,
     check_settings,
-    cli_on_one_cpu,
+    cli_to_look,
+    look_on_device,
     parse_number,
     settings_of,
 )
@@ -47,10 +49,11 @@ def add_to(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict memory and time of a run on devices that need not be there, and plan what to recompute",
-        description="Profiles one step of a config on this machine's CPU, with tensors that take no memory where the "
-        "step allows that, and predicts every device's peak; with rates (--link, --network, ...) also the time of a "
-        "step on 1 to N nodes, and with --strategy what a rank of FSDP2 or DDP takes. Exit status "
-        "0: it fits; 2: it does not; 1: an error. All that `dpx fit` takes can follow (--model ..., --data ...).",
+        description="Profiles one step of a config, on the first of its devices that is there, or else on this "
+        "machine's CPU with tensors that take no memory, where the step allows that, and predicts every device's peak; "
+        "with rates (--link, --network, ...) also the time of a step on 1 to N nodes, and with --strategy what a rank "
+        "of FSDP2 or DDP takes. Exit status 0: it fits; 2: it does not; 1: an error. All that `dpx fit` takes can "
+        "follow (--model ..., --data ...).",
     )
     plan.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
     plan.add_argument(
@@ -69,6 +72,7 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the plan, for DPXStrategy(plan=FILE)")
     plan.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
     add_plan_cache(plan)
+    add_dry(plan)
     plan_ranks.add_options(plan)
     plan_times.add_options(plan)
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -120,18 +124,28 @@ def _forecast(args: argparse.Namespace, others: Sequence[str]) -> tuple[DryRun, 
     with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
         warnings.simplefilter("ignore", FutureWarning)
-        cli = cli_on_one_cpu(args, others)
+        cli = cli_to_look(args, others)
         settings = _settings(args, cli)
         with shown("planning memory"):
-            run_of = cli.trainer, cli.model, cli.datamodule
             if args.strategy == "dpx":
-                return dry_run(*run_of, settings, progress), settings, None
+                return _dry_run(args, cli, settings), settings, None
             as_one = as_one_rank(args, cli, settings)
             if args.strategy == "fsdp2":
-                found = rank_run(*run_of, as_one, ranks_of_fsdp2(args, cli, settings), progress)
+                ranks = ranks_of_fsdp2(args, cli, settings)
+                found = rank_run(cli.trainer, cli.model, cli.datamodule, as_one, ranks, progress)
             else:
-                found = dry_run(*run_of, as_one, progress)
+                found = _dry_run(args, cli, as_one)
             return found, settings, num_ranks(args, cli, settings)
+
+
+def _dry_run(args: argparse.Namespace, cli: Any, settings: Settings) -> DryRun:
+    """A step of the config, on its device where that is there."""
+    return look_on_device(
+        args,
+        cli,
+        settings.devices,
+        lambda cli: dry_run(cli.trainer, cli.model, cli.datamodule, settings, progress),
+    )
 
 
 def _report(found: DryRun, settings: Settings, ranks: int | None) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -20,9 +20,11 @@ from lightning_dpx.lightning import (
     with_merged_replicas,
 )
 from lightning_dpx.lightning.lightning_api import Checkpoint
+from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look
 from lightning_dpx.simulate import simulate
 from lightning_dpx.units import parse_bytes, parse_share
 
+Found = TypeVar("Found")
 # They write files or watch devices, and here no step is trained.
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
 
@@ -34,6 +36,14 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
         '"cpu"; the number of the config unless given',
     )
+
+
+def add_dry(command: argparse.ArgumentParser) -> None:
+    """Adds the option that leaves devices alone."""
+    command.add_argument(
+        "--dry", action="store_true",
+        help="use no device, though it is there: predict from tensors that take no memory, as for devices that are not",
+    )  # fmt: skip
 
 
 def add_plan_cache(command: argparse.ArgumentParser) -> None:
@@ -221,21 +231,33 @@ def parse_number(text: str) -> int | Literal["auto"]:
     raise ConfigurationError(f'--micro-batches {text} is not allowed; give a positive number, or "auto".')
 
 
-def cli_on_one_cpu(args: argparse.Namespace, others: Sequence[str]) -> Any:
-    """What the config makes, for a step that is only looked at: without callbacks that take no part in it."""
+def cli_to_look(args: argparse.Namespace, others: Sequence[str]) -> Any:
+    """What the config makes, for a step that is only looked at on this machine's CPU."""
     configs: list[str] = []
     for config in args.config:
         configs += ["--config", config]
-    # The Trainer is one of this machine's CPU; the strategy of the config is only read, as it
-    # would ask for its devices.
-    cli = make_cli(["fit", *configs, *others], execute=False, **on_one_cpu())
-    kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
-    cli.trainer.callbacks[:] = kept
+    # The strategy of the config is only read, as it would ask for its devices.
+    cli = make_cli(["fit", *configs, *others], execute=False, **trainer_to_look(torch.device("cpu")))
+    _leave_out_callbacks(cli)
     return cli
 
 
-def on_one_cpu() -> dict[str, Any]:
-    """What a dry run changes in a config: no step is trained, and no device of the config is needed."""
-    return {
-        "accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "num_sanity_val_steps": 0,
-    }  # fmt: skip
+def look_on_device(
+    args: argparse.Namespace, cli: Any, devices: Sequence[torch.device], look: Callable[[Any], Found]
+) -> Found:
+    """What ``look(cli)`` finds, whose Trainer is one of the first device that is there; see :func:`on_its_device`."""
+
+    def on(home: torch.device) -> Found:
+        # It has one of the CPU already, unless a device has turned out to be too small.
+        if cli.trainer.strategy.root_device != home:
+            cli.make_trainer_again(trainer_to_look(home))
+            _leave_out_callbacks(cli)
+        return look(cli)
+
+    return on_its_device(devices, on, dry=args.dry)
+
+
+def _leave_out_callbacks(cli: Any) -> None:
+    """Those that take no part in a step that is only looked at."""
+    kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, NOT_NEEDED)]
+    cli.trainer.callbacks[:] = kept

@@ -20,6 +20,7 @@ _MOST_ROWS = 8  # of the table; where there are more devices, equal ones share a
 _GRADIENTS_COME = (
     "Gradients count among activations, from when the backward makes them: those of the step before are freed."
 )
+_OTHERS_STAY = "Others: what else the device holds once the step has run, such as workspaces that its libraries keep."
 CHECKED_BY_A_RUN = "Whether micro-batches give what one device gives is checked before the first step of a run."
 
 
@@ -38,6 +39,8 @@ def format_dry_run(found: DryRun) -> str:
 def heads_of_table(found: DryRun) -> tuple[str, ...]:
     # Most runs have neither, and the table is wide already.
     heads = list(HEADS)
+    if _holds_others(found):
+        heads.insert(heads.index("activations"), "others")
     if _communicates(found):
         heads.insert(heads.index("activations"), "communication")
     if _is_cut(found):
@@ -55,6 +58,8 @@ def rows_of_table(found: DryRun) -> list[list[str]]:
         sizes = [one.parameters, one.gradients, one.optimizer, one.buffers, one.inputs]
         if _communicates(found):
             sizes.append(one.communication)
+        if _holds_others(found):
+            sizes.append(one.others)
         sizes.append(one.unplanned)
         planned = None if one.plan is None else one.plan.peak
         rows.append(
@@ -100,11 +105,17 @@ def notes_below(found: DryRun) -> list[str]:
         lines.append(CHECKED_BY_A_RUN)
     if any(one.counted for one in found.forecasts):
         lines.append(_GRADIENTS_COME)
+    if _holds_others(found):
+        lines.append(_OTHERS_STAY)
     return lines
 
 
 def _communicates(found: DryRun) -> bool:
     return any(one.communication for one in found.forecasts)
+
+
+def _holds_others(found: DryRun) -> bool:
+    return any(one.others for one in found.forecasts)
 
 
 def _is_cut(found: DryRun) -> bool:

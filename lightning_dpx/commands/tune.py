@@ -18,11 +18,13 @@ from lightning_dpx.commands.output import TellOnce, tell, written
 from lightning_dpx.commands.plan_arguments import (
     NOT_NEEDED,
     add_devices,
+    add_dry,
     add_plan_cache,
     check_config,
     check_files,
     check_settings,
-    cli_on_one_cpu,
+    cli_to_look,
+    look_on_device,
     parse_number,
     settings_of,
 )
@@ -60,10 +62,11 @@ def add_to(commands: Any) -> None:
         help="find the batch size that is fastest and fits, on devices that need not be there",
         description="Profiles a step of a config on two sizes, predicts peak and speed of other batch sizes from them, "
         "each with the memory plan and the micro-batches that its budget asks for, and names the smallest batch size "
-        "that is about as fast as the fastest. Speed is that of forward, backward and optimizer on the slowest "
-        "device, and on a CPU of Lightning's loop and of loading without workers as well; reductions between devices, "
-        "hooks and callbacks of your own come on top, --measure shows by how much. Exit status "
-        "0: one fits; 2: none does; 1: an error. All that `dpx fit` takes can follow.",
+        "that is about as fast as the fastest. The step runs on the first of the devices that is there, and is timed "
+        "with Lightning's loop and loading without workers; where none is there, speed is that of forward, backward "
+        "and optimizer on the slowest device, by FLOPs and bytes. Reductions between devices, hooks and callbacks of "
+        "your own come on top, --measure shows by how much. Exit status 0: one fits; 2: none does; 1: an error. All "
+        "that `dpx fit` takes can follow.",
     )
     tune.add_argument("--config", action="append", default=[], metavar="FILE", help="of `dpx fit`; may be repeated")
     tune.add_argument("--budget", help='for everything on a device: "8GiB" or bytes; the config\'s unless given')
@@ -92,6 +95,7 @@ def add_to(commands: Any) -> None:
     )
     tune.add_argument("--report", type=Path, metavar="FILE", help="write a page (.html) or a picture (.png, .svg)")
     add_plan_cache(tune)
+    add_dry(tune)
     tune.add_argument("--json", action="store_true", help="print JSON instead of a table")
     tune.set_defaults(run=run, takes_more=True)
 
@@ -218,7 +222,7 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     """What the batch sizes would take in a precision; in that of the config where it is empty."""
     chosen = ["--trainer.precision", precision] if precision else []
     # A precision changes how a Trainer is made, so each has one of its own.
-    cli = cli_on_one_cpu(args, [*others, *chosen])
+    cli = cli_to_look(args, [*others, *chosen])
     whole_config = config_of(cli)
     key = key_of(args, whole_config) if args.save is not None or args.measure else ""
     strategy = look_up(cli, cli.config_init, "trainer.strategy")
@@ -229,7 +233,12 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     )
     options = TuneOptions(tuple(sizes)) if sizes else None
     with shown("tuning the batch size"):
-        tuning = tune_batch_size(cli.trainer, cli.model, cli.datamodule, settings, options, progress)
+        tuning = look_on_device(
+            args,
+            cli,
+            settings.devices,
+            lambda cli: tune_batch_size(cli.trainer, cli.model, cli.datamodule, settings, options, progress),
+        )
     rows = rows_of_data(cli.trainer)
     if key:
         tell_other_devices(args, whole_config, settings.devices)

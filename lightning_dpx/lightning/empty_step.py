@@ -1,29 +1,31 @@
-"""What a training step takes beside its forward and backward, on the host.
+"""What a training step takes beside its forward and backward, on the host and on the devices.
 
 It is timed on an empty step: a short fit under this package's strategy, with as many replicas, with parameters and
 optimizers like those of the run and as many logged values, whose ``training_step`` hands every parameter a gradient and
-computes nothing. What is left is Lightning's loop, the slices of the batch, the sums of the gradients and the step of
-the optimizer. Hooks and callbacks of the user's are not in it. Loading a batch is timed by itself, as it grows with the
-rows and the rest does not.
+computes nothing. What is left is Lightning's loop, the slices of the batch and their way to the devices, the sums of
+the gradients and the step of the optimizer. Hooks and callbacks of the user's are not in it. Loading a batch is timed
+by itself, as it grows with the rows and the rest does not.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.errors import describe_error
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
+from lightning_dpx.lightning.memory.dry_run.place import trainer_on
 from lightning_dpx.lightning.memory.dry_run.step_profiles import LoggedValue
 from lightning_dpx.lightning.rehearsal.shadow import copy_optimizers
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory.profile import timing_effort
-from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 _WARM_UP = 4  # steps: the first one looks at the module and makes states of the optimizer
 _STEPS = 16
@@ -38,37 +40,49 @@ class EmptyRun:
     """Of what run the empty step is.
 
     Attributes:
-        num_replicas: All on the host.
+        devices: One for each replica: all the host, or each an accelerator of the same type.
         batch: Of the run; what a replica does with its slice is nothing.
         options: Of the strategy: how a batch is cut, and how gradients are summed.
         logged: Names and options of what a step logs.
     """
 
-    num_replicas: int
+    devices: Sequence[torch.device]
     batch: Any
     options: dict[str, Any] = field(default_factory=dict)
     logged: Sequence[LoggedValue] = ()
 
 
-def seconds_of_empty_step(trainer: Trainer, module: LightningModule, run: EmptyRun) -> float:
-    """Processor time of a step without forward and backward; 0, which is announced, where an empty one fails.
+class EmptySeconds(NamedTuple):
+    """Seconds of a step without forward and backward; processor time where it runs on the host.
+
+    Attributes:
+        whole: Until the devices have done all of it.
+        queued: Until the host has handed all of it to them; as many as ``whole`` where it runs on the host.
+    """
+
+    whole: float = 0.0
+    queued: float = 0.0
+
+
+def seconds_of_empty_step(trainer: Trainer, module: LightningModule, run: EmptyRun) -> EmptySeconds:
+    """The least times of a step without forward and backward; none, which is announced, where an empty one fails.
 
     Args:
         trainer: Has the optimizers, and says how gradients are clipped and accumulated.
         module: What is trained; it is only read.
         run: What of the run decides.
     """
-    clock = _StepClock(trainer.accumulate_grad_batches)
+    clock = _StepClock(trainer.accumulate_grad_batches, run.devices)
     try:
         empty = _empty_like(trainer, module, run.logged)
         with quiet_lightning():
-            _trainer_for(trainer, run, clock).fit(empty, _Again(run.batch))
+            _trainer_for(trainer, run, clock).fit(empty, _Again(_as_loaded(run)))
     except Exception as error:  # noqa: BLE001  whatever the optimizer or the batch is
         rank_zero_warn(
             "dpx: the time of a step is that of its forward and backward alone: an empty step, by which the rest is "
             f"timed, failed ({describe_error(error)})."
         )
-        return 0.0
+        return EmptySeconds()
     return clock.least
 
 
@@ -131,12 +145,18 @@ def _empty_like(trainer: Trainer, module: LightningModule, logged: Sequence[Logg
     return _EmptyStep(twins, _Shared(optimizers), logged, by_hand)
 
 
+def _as_loaded(run: EmptyRun) -> Any:
+    """The batch as a loader gives it, so that its way to the devices is a part of the step."""
+    if is_host(run.devices[0]):
+        return run.batch
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, run.batch)
+
+
 def _trainer_for(trainer: Trainer, run: EmptyRun, clock: Callback) -> Trainer:
     # What callbacks and loggers take depends on them, and is no part of every step.
     accumulate = trainer.accumulate_grad_batches
     return Trainer(
-        accelerator="cpu",
-        devices=run.num_replicas,
+        **trainer_on(run.devices),
         # What is looked at in some batches only belongs to no usual step.
         strategy=DPXStrategy(verify="off", **run.options),
         precision=trainer.precision,
@@ -184,7 +204,7 @@ class _EmptyStep(LightningModule):
         """Logs, and gives a loss whose backward hands out zeros."""
         # A logged value takes as long as a small layer: Lightning keeps a result of it, and hands it on.
         for name, options in self._logged:
-            self.log(name, torch.zeros(()), **options)
+            self.log(name, torch.zeros((), device=self.device), **options)
         if not self.automatic_optimization:
             return None
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -203,7 +223,7 @@ class _Nothing(torch.autograd.Function):
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
         # Nothing is copied: what is kept for backward is the parameters themselves.
         ctx.save_for_backward(*parameters)
-        return torch.zeros(())
+        return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -226,17 +246,22 @@ class _StepClock(Callback):
 
     Args:
         batches: That accumulate: one step of the optimizer.
+        devices: Of the run.
     """
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, devices: Sequence[torch.device]) -> None:
         self._batches = batches
-        self._times: list[float] = []
+        self._devices = devices
+        self._clock = clock_of(devices[0])
+        self._times: list[EmptySeconds] = []
         self._began = 0.0
 
     @property
-    def least(self) -> float:
+    def least(self) -> EmptySeconds:
         """Seconds of a batch: what others do on the same processor only ever adds to it."""
-        return min(self._times) / self._batches
+        whole = min(one.whole for one in self._times)
+        queued = min(one.queued for one in self._times)
+        return EmptySeconds(whole / self._batches, queued / self._batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ends the time of one step, and begins that of the next."""
@@ -244,12 +269,16 @@ class _StepClock(Callback):
         # Only with the last of the batches that accumulate the optimizer steps.
         if within:
             return
-        now = time.thread_time()
+        queued = self._clock()
+        # Accelerators may be at work for longer than it took to tell them of it.
+        for device in self._devices:
+            synchronize(device)
+        now = self._clock()
         if step > _WARM_UP:
-            self._times.append(now - self._began)
+            self._times.append(EmptySeconds(now - self._began, queued - self._began))
         most = timing_effort.rounds(_STEPS)
-        is_enough = len(self._times) >= min(_FEWEST, most) and sum(self._times) > _ENOUGH
+        is_enough = len(self._times) >= min(_FEWEST, most) and sum(one.whole for one in self._times) > _ENOUGH
         if len(self._times) >= most or is_enough:
             trainer.should_stop = True
         # Once more, as what has been done here is no part of the step.
-        self._began = time.thread_time()
+        self._began = self._clock()

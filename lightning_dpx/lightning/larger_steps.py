@@ -1,7 +1,10 @@
-"""Steps on more rows than a loader's batches have, timed: beyond the caches of a processor every row takes longer.
+"""Steps on more rows than a loader's batches have, timed: what a row takes is another thing with many of them.
 
 items of the data set --collated as by a loader with that batch size, and through the hooks of the run--> a batch
     --a step on it, beside the line through steps on fewer rows--> by how much larger steps are slower
+
+Beyond the caches of a processor every row takes longer. An accelerator that waits for the host on few rows takes no
+longer for more of them, up to where it has enough to do.
 """
 
 import time
@@ -25,7 +28,7 @@ _ROOM = 0.5  # of what is free: the step is there a second time, with its gradie
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """By how much steps take longer than on the line through two steps on few rows.
+    """By how much steps take longer, or less long, than on the line through two steps on few rows.
 
     Attributes:
         start: Rows up to which steps are on the line.
@@ -48,7 +51,11 @@ class Slowdown:
 
 
 def rows_worth_timing(
-    candidates: Iterable[int], step: Callable[[int], Profile], current: int, seconds_of_a_row: float
+    candidates: Iterable[int],
+    step: Callable[[int], Profile],
+    current: int,
+    seconds_of_a_row: float,
+    home: torch.device,
 ) -> int | None:
     """The most rows above ``current`` on which a step can be timed in passing; ``None`` where there are none.
 
@@ -57,8 +64,9 @@ def rows_worth_timing(
         step: The step on so many rows, as the line says.
         current: Rows of a batch of the loader.
         seconds_of_a_row: What loading one takes.
+        home: Where the step would run.
     """
-    room = _ROOM * free_bytes(torch.device("cpu"))
+    room = _ROOM * free_bytes(home)
     for rows in sorted(candidates, reverse=True):
         if rows <= current:
             break

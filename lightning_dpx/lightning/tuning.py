@@ -1,8 +1,9 @@
 """Which batch size is fastest and fits: one step is profiled, and every batch size is predicted from it.
 
     first batch --a quarter and all of its rows--> two profiles --lines through them--> the step on any rows
-    on the host: a step on more rows, beside them --> by how much larger steps are slower
+    where it runs: a step on more rows, beside them --> by how much larger steps are slower
     an empty step --> the loop and the optimizer; a few batches --> the loading of a row
+    on an accelerator: how long the host takes to hand it a step, which may be longer than the device takes
         for every batch size, for every device: static bytes + inputs + plan within the budget --> peak, seconds
             --> samples per second --> the smallest batch size that is about as fast as the fastest that fits
 
@@ -13,14 +14,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from lightning_dpx.arguments import check_is_module, is_whole_number
-from lightning_dpx.devices import is_host, named_devices
+from lightning_dpx.devices import accelerators, counts_by_its_clock, is_host, is_modelled, named_devices
 from lightning_dpx.errors import ConfigurationError, PlanError, describe_error
-from lightning_dpx.lightning.empty_step import EmptyRun, seconds_of_empty_step, seconds_of_loading
+from lightning_dpx.lightning.beside_steps import BesideSteps, Queue
+from lightning_dpx.lightning.empty_step import EmptyRun, EmptySeconds, seconds_of_empty_step, seconds_of_loading
 from lightning_dpx.lightning.larger_steps import Slowdown, larger_batch, rows_worth_timing
 from lightning_dpx.lightning.lightning_api import LightningModule, PossibleUserWarning, Trainer, rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
@@ -34,8 +36,9 @@ from lightning_dpx.lightning.memory.dry_run.device_forecast import (
 )
 from lightning_dpx.lightning.memory.dry_run.dry_run import plan_step
 from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
+from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look
 from lightning_dpx.lightning.memory.dry_run.settings import Settings, with_merged_replicas
-from lightning_dpx.lightning.memory.dry_run.step_profiles import LoggedValue, Progress, StepProfiles
+from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
@@ -63,17 +66,20 @@ class BatchSizeForecast:
         beside: Seconds of a step beside those: the optimizer; on the host also Lightning's loop with what is logged,
             slices and sums of gradients, and the loading of a batch without workers. On other devices the host does all
             that while they compute.
+        queued: Seconds that the host takes for all of that, and to hand forward and backward to other devices, as far
+            as it was measured: a step takes no less.
     """
 
     batch_size: int
     devices: tuple[DeviceForecast, ...]
     compute: float
     beside: float = 0.0
+    queued: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of a step; infinite where a budget cannot be met. Reductions between devices are not in it."""
-        return self.compute + self.beside
+        return max(self.compute + self.beside, self.queued)
 
     @property
     def fits(self) -> bool:
@@ -239,7 +245,8 @@ def tune_batch_size(
     """Predicts peaks and speed of batch sizes from steps on the first batch of ``data``; nothing is trained.
 
     Args:
-        trainer: On one CPU, with the precision and the callbacks of the run.
+        trainer: With the precision and the callbacks of the run; on the first of its devices that is there
+            (:func:`on_its_device`), or on one CPU.
         module: What would be trained; it is not changed, beyond what its own setup hooks do.
         data: A datamodule or a loader; ``None`` if the module has its own.
         settings: Of the run.
@@ -270,18 +277,20 @@ def tune(
     micro_batches: MicroBatches | Literal["auto"] = "auto",
     planner: str | Planner = "auto",
     precision: Any = "32-true",
+    dry: bool = False,
 ) -> Tuning:
     """Which batch size is fastest and fits, predicted from one step; ``dpx tune`` in Python.
 
     Args:
         module: What would be trained; nothing is trained.
         data: A datamodule or a loader; ``None`` if the module has its own.
-        devices: One for each replica; they need not be there.
+        devices: One for each replica; they need not be there. The first that is there runs the steps.
         budget: For everything on a device: bytes, or ``"8GiB"``.
         batch_sizes: Those that are looked at; powers of two times the loader's own unless given.
         micro_batches: As in :class:`DPXStrategy`; ``"auto"`` without a budget is 1.
         planner: As in :class:`DPXStrategy`.
         precision: As in the Trainer.
+        dry: Whether fake tensors are used although a device is there.
 
     Returns:
         A forecast for each batch size; ``tune(...).best.batch_size`` is the answer.
@@ -312,19 +321,21 @@ def tune(
     options = TuneOptions(batch_sizes=tuple(batch_sizes)) if batch_sizes else None
     with warnings.catch_warnings(), quiet_lightning():
         warnings.simplefilter("ignore", PossibleUserWarning)  # advice on loaders and loggers of a run that is none
-        # Its hooks, loaders and precision are needed; none of what it would print or write is.
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            precision=precision,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
-        return tune_batch_size(trainer, module, data, settings, options)
+
+        def look(home: torch.device) -> Tuning:
+            # Its hooks, loaders and precision are needed; none of what it would print or write is.
+            trainer = Trainer(
+                **trainer_to_look(home),
+                precision=precision,
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            return tune_batch_size(trainer, module, data, settings, options)
+
+        return on_its_device(settings.devices, look, dry=dry)
 
 
 def _tuned(
@@ -332,7 +343,7 @@ def _tuned(
 ) -> Tuning:
     replicas = ReplicaSet(
         module,
-        [torch.device("cpu")],
+        [trainer.strategy.root_device],
         batch_dim=settings.batch_dim,
         batch_slicer=settings.batch_slicer,
         # Copies of the module share these: a Trainer must not be copied.
@@ -346,50 +357,103 @@ def _tuned(
     # than the first.
     part = _Line(profiles.of_part, few, current)
     whole(current)  # before the smaller one, as libraries fill their caches with it
-    sizes = _SizeForecasts(trainer, module, settings, whole, part, bytes_of_tensors(batch))
+    there = profiles.on_device(few)
+    sizes = _SizeForecasts(trainer, module, settings, whole, part, bytes_of_tensors(batch), there.others)
     numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
-    beside = _seconds_beside(trainer, module, batch, settings, partial(profiles.logged, few))
-    loading = _seconds_of_loading(trainer, settings) / current
     batch_sizes = options.sizes(current, len(settings.devices))
-    # Elsewhere times are those of a model, which knows of no caches.
-    if _runs_on_host(settings):
-        known = rows_of_data(trainer)
+    # Elsewhere times are those of a model, which knows of no caches, and of no host that has other work.
+    if _is_timed(settings, profiles.home):
+        devices = _devices_of_run(settings, profiles.home)
+        options_of_run = _options_of(settings, devices)
+        empty = EmptyRun(devices=devices, batch=batch, options=options_of_run, logged=profiles.logged(few))
+        step = seconds_of_empty_step(trainer, module, empty)
+        loading = seconds_of_loading(trainer) / current
         most = [sizes.most_rows(batch_size) for batch_size in batch_sizes]
-        # A batch size that was asked for may be larger than the data set, and then so many items cannot be loaded.
-        there = [rows for rows in most if known is None or rows <= known]
-        rows = rows_worth_timing(there, whole, current, loading)
-        if rows is not None:
-            sizes.slowdown = _slowdown(profiles, whole, larger_batch(trainer, module, rows))
+        larger = _larger_step(trainer, module, profiles, whole, most, loading)
+        sizes.pace = larger.slowdown.at
+        beside = BesideSteps(step, loading, None if is_host(profiles.home) else Queue(there.queued, larger.busy_host))
+    else:
+        beside = BesideSteps(EmptySeconds(_seconds_of_update(trainer, module, settings)))
+        # Its profiles have seconds that passed, and the device has those of its model.
+        if is_modelled(profiles.home) and not counts_by_its_clock(profiles.home):
+            sizes.pace = _ModelledPace(profiles, whole).at
     found = []
     for batch_size in batch_sizes:
         progress(f"planning batches of {batch_size}")
         forecasts, seconds = sizes.of(batch_size, numbers)
-        found.append(BatchSizeForecast(batch_size, forecasts, seconds, beside + loading * batch_size))
+        plans = [device.plan for device in forecasts]
+        found.append(BatchSizeForecast(batch_size, forecasts, seconds, *beside.of(batch_size, seconds, plans)))
     say_why_whole(why_whole, [device.plan for one in found for device in one.devices])
-    return Tuning(tuple(found), current, whole(current).basis)
+    return Tuning(tuple(found), current, profiles.basis(current))
 
 
-def _slowdown(profiles: StepProfiles, whole: _Line, larger: tuple[Any, int] | None) -> Slowdown:
-    """How much slower a step on a ``larger`` batch, given with its rows, is than on the line ``whole``.
+class _LargerStep(NamedTuple):
+    """What a step on more rows than the loader's batches have tells, as far as one could be timed.
 
-    Without one, or with one that is not larger after all, nothing is known of slower steps.
+    Attributes:
+        slowdown: How much slower it is than on the line through two smaller ones.
+        busy_host: The share of its time in which the host was busy with it, or waited for the device.
     """
+
+    slowdown: Slowdown = Slowdown()
+    busy_host: float = 0.0
+
+
+def _larger_step(
+    trainer: Trainer,
+    module: LightningModule,
+    profiles: StepProfiles,
+    whole: _Line,
+    candidates: Sequence[int],
+    seconds_of_a_row: float,
+) -> _LargerStep:
+    """Times a step on more rows, of ``candidates``, beside one on a batch of the loader."""
     current = whole.more
+    known = rows_of_data(trainer)
+    # A batch size that was asked for may be larger than the data set, and then so many items cannot be loaded.
+    there = [rows for rows in candidates if known is None or rows <= known]
+    rows = rows_worth_timing(there, whole, current, seconds_of_a_row, profiles.home)
+    larger = None if rows is None else larger_batch(trainer, module, rows)
     if larger is None or larger[1] <= current:
-        return Slowdown()
+        return _LargerStep(busy_host=profiles.busy_host(current))
     batch, rows = larger
     try:
         measured = profiles.on_batch(batch, rows).timed(rows)
         # Timed again beside it: a profile may be of another day, from the cache.
-        measured /= profiles.timed(current)
+        usual = profiles.timed(current)
     except Exception as error:  # noqa: BLE001  whatever the step does with so many rows
         rank_zero_warn(
             "dpx: the time of larger batches is taken from smaller ones alone: a step on "
             f"{rows} rows failed ({describe_error(error)})."
         )
-        return Slowdown()
+        return _LargerStep(busy_host=profiles.busy_host(current))
     expected = whole(rows).step_seconds / whole(current).step_seconds
-    return Slowdown(current, rows, measured / expected)
+    return _LargerStep(Slowdown(current, rows, measured.whole / usual.whole / expected), measured.busy_host)
+
+
+class _ModelledPace:
+    """Steps on a simulated device, whose time is that of a model.
+
+    Args:
+        profiles: Of the step there.
+        whole: The step on any rows, with other seconds.
+    """
+
+    def __init__(self, profiles: StepProfiles, whole: _Line) -> None:
+        self._whole = whole
+        rates = rates_of(profiles.home)
+        self._known: dict[int, float] = {}
+        for rows in (whole.few, whole.more):
+            seconds = profiles.seconds(rows, profiles.home, rates)
+            self._known[rows] = seconds.forward + seconds.backward
+
+    def at(self, rows: int) -> float:
+        """The time of a step on so many rows over what its profile says."""
+        few, more = self._whole.few, self._whole.more
+        of_a_row = self._known[more] / more
+        if few < more:
+            of_a_row = (self._known[more] - self._known[few]) / (more - few)
+        return (self._known[more] + of_a_row * (rows - more)) / self._whole(rows).step_seconds
 
 
 class _SizeForecasts:
@@ -402,9 +466,10 @@ class _SizeForecasts:
         whole: The step in one piece, by its rows.
         part: A micro-batch, by its rows.
         inputs: Bytes of a batch of as many rows as the larger step that was profiled.
+        others: Bytes that a device which was asked holds beside what has a name.
 
     Attributes:
-        slowdown: By how much larger steps are slower than those two say.
+        pace: By which factor a step on so many rows is slower than those two say.
     """
 
     def __init__(
@@ -415,6 +480,7 @@ class _SizeForecasts:
         whole: _Line,
         part: _Line,
         inputs: int,
+        others: int,
     ) -> None:
         self._settings = settings
         self._whole = whole
@@ -422,9 +488,9 @@ class _SizeForecasts:
         self._inputs = inputs
         self._plan = partial(plan_step, module, settings)
         self._beside = beside_micro_batches(trainer, module, settings)
-        self._lasting = lasting_bytes(trainer, module, settings)
+        self._lasting = lasting_bytes(trainer, module, settings, others)
         self._workload = parse_workload(settings.workload, len(settings.devices))
-        self.slowdown = Slowdown()
+        self.pace: Callable[[int], float] = Slowdown().at
 
     def most_rows(self, batch_size: int) -> int:
         """Rows of the largest slice of a batch."""
@@ -471,30 +537,38 @@ class _SizeForecasts:
         # A micro-batch is a step on its own rows, whose tensors are as small as those of a smaller batch.
         at_once = -(-rows // plan.micro_batches)
         seconds = self._whole(rows).step_seconds * (1 + (plan.recompute_share or 0.0))
-        return seconds * self.slowdown.at(at_once)
+        return seconds * self.pace(at_once)
 
 
-def _runs_on_host(settings: Settings) -> bool:
-    return all(is_host(device) for device in settings.devices)
+def _is_timed(settings: Settings, home: torch.device) -> bool:
+    """Whether seconds are those that pass, of steps that are run on ``home``."""
+    if is_host(home):
+        return all(is_host(device) for device in settings.devices)
+    return not is_modelled(home)
 
 
-def _seconds_beside(
-    trainer: Trainer,
-    module: LightningModule,
-    batch: Any,
-    settings: Settings,
-    logged: Callable[[], Sequence[LoggedValue]],
-) -> float:
-    """What a step takes beside forward and backward, however many rows it has."""
-    if _runs_on_host(settings):
-        # What decides how replicas share a batch, and how their gradients come together.
-        options = {
-            "reducer": settings.reducer, "workload": settings.workload, "batch_dim": settings.batch_dim,
-            "batch_slicer": settings.batch_slicer,
-        }  # fmt: skip
-        # Asked only here, as that runs a step, which on the host is run anyway.
-        run = EmptyRun(num_replicas=len(settings.devices), batch=batch, options=options, logged=logged())
-        return seconds_of_empty_step(trainer, module, run)
+def _devices_of_run(settings: Settings, home: torch.device) -> list[torch.device]:
+    """One for each replica; ``home`` alone where not all are there."""
+    if is_host(home):
+        return list(settings.devices)
+    alike = [device for device in accelerators() if device.type == home.type]
+    if all(device in alike for device in settings.devices):
+        return list(settings.devices)
+    return [home]
+
+
+def _options_of(settings: Settings, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """What decides how replicas share a batch, and how their gradients come together, where all of them are there."""
+    if len(devices) < len(settings.devices):
+        return {}
+    return {
+        "reducer": settings.reducer, "workload": settings.workload, "batch_dim": settings.batch_dim,
+        "batch_slicer": settings.batch_slicer,
+    }  # fmt: skip
+
+
+def _seconds_of_update(trainer: Trainer, module: LightningModule, settings: Settings) -> float:
+    """What the optimizer takes for a batch, by the bytes that it moves, however many rows there are."""
     # A step by hand runs its optimizers itself, so they are in its time already.
     if not module.automatic_optimization:
         return 0.0
@@ -502,13 +576,6 @@ def _seconds_beside(
     parameters = list(module.parameters())
     owners = owners_of(parameters, settings)
     return seconds_of_update(trainer.optimizers, parameters, owners, rates_of(device)) / trainer.accumulate_grad_batches
-
-
-def _seconds_of_loading(trainer: Trainer, settings: Settings) -> float:
-    """What loading a batch takes of the time of a step; nothing where devices compute meanwhile."""
-    if _runs_on_host(settings):
-        return seconds_of_loading(trainer)
-    return 0.0
 
 
 def _rows_of(replicas: ReplicaSet, batch: Any) -> int:

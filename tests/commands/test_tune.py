@@ -46,6 +46,22 @@ def test_a_table_of_batch_sizes_for_devices_that_are_not_there(tmp_path: Path, c
     assert sum("<- best" in row for row in rows) == 1
 
 
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.parametrize("command", [["plan"], ["tune", "--batch-sizes", "64"]], ids=["plan", "tune"])
+def test_the_first_line_tells_whether_a_device_was_used(command: list[str], tmp_path: Path, capsys: Any) -> None:
+    arguments = [*command, "--config", config(tmp_path), "--devices", "sim:0"]
+    try:
+        assert main(arguments) == 0
+        assert "predicted from a step that was run on sim:0, with the times" in capsys.readouterr().out.splitlines()[0]
+        assert main([*arguments, "--dry"]) == 0
+        assert "predicted from fake tensors for sim:0" in capsys.readouterr().out.splitlines()[0]
+        with pytest.warns(UserWarning, match="does not fit on sim:0 as it is, so it is predicted from fake tensors"):
+            assert main([*arguments, "--simulate.memory", "1KiB"]) == 0
+        assert "predicted from fake tensors for sim:0" in capsys.readouterr().out.splitlines()[0]
+    finally:
+        dpx.simulate(8)
+
+
 def test_the_best_is_written_as_a_config_that_fits_follows(tmp_path: Path, capsys: Any) -> None:
     saved, page = tmp_path / "tuned.yaml", tmp_path / "tuned.html"
     arguments = ["--config", config(tmp_path), "--devices", "1", "--batch-sizes", "128,512", "--budget", "1MiB"]

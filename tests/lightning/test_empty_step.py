@@ -10,9 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_dpx.lightning.empty_step import EmptyRun, seconds_of_empty_step, seconds_of_loading
-from tests.conftest import make_trainer
+from lightning_dpx.lightning import empty_step
+from lightning_dpx.lightning.empty_step import EmptyRun, EmptySeconds, seconds_of_empty_step, seconds_of_loading
+from tests.conftest import SIMULATED, make_trainer, sim_device
 
+CPU = torch.device("cpu")
 LEAST = 0.01  # seconds of processor time that what is timed here takes at the least
 
 
@@ -92,7 +94,7 @@ def test_the_optimizer_steps_on_parameters_of_its_own(replicas: int, accumulate:
     Slow.steps = 0
 
     def look(trainer: Trainer, module: LightningModule, batch: Any) -> float:
-        seconds = seconds_of_empty_step(trainer, module, EmptyRun(num_replicas=replicas, batch=batch))
+        seconds = seconds_of_empty_step(trainer, module, EmptyRun(devices=[CPU] * replicas, batch=batch)).whole
         assert all(torch.equal(one, other) for one, other in zip(module.parameters(), before, strict=True))
         assert all(parameter.grad is None for parameter in module.parameters())
         assert not trainer.optimizers[0].state
@@ -116,16 +118,54 @@ def test_what_is_logged_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     logged = [("loss", {"prog_bar": True}), ("rate", {"on_epoch": True})]
 
     def look(trainer: Trainer, module: LightningModule, batch: Any) -> float:
-        return seconds_of_empty_step(trainer, module, EmptyRun(num_replicas=1, batch=batch, logged=logged))
+        return seconds_of_empty_step(trainer, module, EmptyRun(devices=[CPU], batch=batch, logged=logged)).whole
 
     assert on_first_batch(Net(), look) > 0
     assert calls[:2] == logged
 
 
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_on_an_accelerator_the_time_of_the_host_is_told_from_that_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is slow here: what was handed to it is done when it is waited for."""
+    waits = []
+
+    def slow(device: torch.device) -> None:
+        waits.append(device)
+        work()
+
+    given = []
+    move = torch.Tensor.to
+
+    def moved(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        given.append(self.device)
+        return move(self, *args, **options)
+
+    monkeypatch.setattr(empty_step, "synchronize", slow)
+
+    def look(trainer: Trainer, module: LightningModule, batch: Any) -> EmptySeconds:
+        on_device = [tensor.to("sim:1") for tensor in batch]
+        module.to("sim:1")
+        monkeypatch.setattr(torch.Tensor, "to", moved)
+        try:
+            return seconds_of_empty_step(trainer, module, EmptyRun(devices=[sim_device(1)], batch=on_device))
+        finally:
+            monkeypatch.setattr(torch.Tensor, "to", move)
+            module.to("cpu")
+
+    Slow.steps = 0
+    seconds = on_first_batch(Net(Slow), look)
+    assert Slow.steps > 2
+    assert set(waits) == {sim_device(1)}
+    assert LEAST < seconds.queued <= seconds.whole - LEAST, "the optimizer, and then the device"
+    assert CPU in given, "the batch is on its way to the device, as a loader's is"
+
+
 def test_an_empty_step_that_fails_is_told_of_and_counts_as_nothing() -> None:
     def look(trainer: Trainer, module: LightningModule, batch: Any) -> float:
         with pytest.warns(UserWarning, match=r"forward and backward alone: .* failed \(ValueError: not like this\)"):
-            return seconds_of_empty_step(trainer, module, EmptyRun(num_replicas=1, batch=batch))
+            return seconds_of_empty_step(trainer, module, EmptyRun(devices=[CPU], batch=batch)).whole
 
     assert on_first_batch(Net(Refuses), look) == 0
 
@@ -142,7 +182,7 @@ def test_a_step_by_hand_has_its_optimizers_in_its_own_time() -> None:
     Slow.steps = 0
     assert (
         on_first_batch(
-            ByHand(), lambda *given: seconds_of_empty_step(*given[:2], EmptyRun(num_replicas=1, batch=given[2]))
+            ByHand(), lambda *given: seconds_of_empty_step(*given[:2], EmptyRun(devices=[CPU], batch=given[2])).whole
         )
         > 0
     )

@@ -20,6 +20,8 @@ from tests.memory.random_steps import random_profile
 
 DATA = TensorDataset(torch.arange(64.0 * 64).view(64, 64), torch.arange(64.0).view(64, 1))
 
+CPU = torch.device("cpu")
+
 
 class Doubles(Shallow):
     """A hook of its own on the way to the step."""
@@ -143,9 +145,9 @@ def test_the_most_rows_whose_step_is_short_are_timed() -> None:
     def on_line(rows: int) -> Profile:
         return replace(random_profile(0, 4), step_seconds=rows / 1000)
 
-    assert rows_worth_timing([64, 128, 256, 512, 1024], on_line, 64, 0.0) == 256
-    assert rows_worth_timing([64, 128, 256], on_line, 64, 0.01) == 128, "loading takes too long"
-    assert rows_worth_timing([16, 64], on_line, 64, 0.0) is None
+    assert rows_worth_timing([64, 128, 256, 512, 1024], on_line, 64, 0.0, CPU) == 256
+    assert rows_worth_timing([64, 128, 256], on_line, 64, 0.01, CPU) == 128, "loading takes too long"
+    assert rows_worth_timing([16, 64], on_line, 64, 0.0, CPU) is None
 
 
 @pytest.mark.parametrize(("device", "largest"), [("cpu", 64), ("cuda:0", 8)])

@@ -1,7 +1,9 @@
 """Which batch size is fastest and fits is predicted from one step, and the predictions are those of real sizes."""
 
 import copy
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning import DeviceForecast, Settings, dry_run
+from lightning_dpx.lightning import DeviceForecast, Settings, dry_run, tuning
+from lightning_dpx.lightning.memory.dry_run import place
+from lightning_dpx.lightning.memory.profiling import TimedSlice
 from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, tune_batch_size
 from lightning_dpx.memory.plan_cache import PlanCache
-from lightning_dpx.memory.profile import timing_effort
+from lightning_dpx.memory.profile import costs, timing_effort
 from lightning_dpx.memory.profile.roofline import rates_of
 from lightning_dpx.torch_compat import FakeTensor
 from tests.commands.test_plan import Normed, Shallow
@@ -186,6 +190,84 @@ def test_the_optimizer_and_the_loading_of_a_batch_count_on_the_host() -> None:
     assert large.beside > 0.02 + 4 * 0.02, "loading takes as long for every row"
 
 
+class SlowlyCalled(SlowlyUpdated):
+    """Takes processor time of the host in its forward, however many rows it has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.01:
+            pass
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def taken_for_real(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Simulated devices have the time that passes, as real ones have."""
+    gc.collect()  # what other tests left on the devices
+    for module in (costs, place, tuning):
+        monkeypatch.setattr(module, "is_modelled", lambda device: False)
+    yield
+    gc.collect()
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.usefixtures("taken_for_real")
+def test_on_a_device_that_is_here_a_step_takes_what_the_host_takes_for_it() -> None:
+    module = SlowlyCalled()
+    small, large = dpx.tune(module, SlowlyLoaded(64), devices=["sim:0"], batch_sizes=(64, 256)).batch_sizes
+    for one in (small, large):
+        assert one.seconds == max(one.compute + one.beside, one.queued)
+    assert small.queued > 0.01 + 0.02 + 0.02, "a forward, a step of the optimizer, and a batch"
+    assert large.queued > 0.01 + 0.02 + 4 * 0.02, "loading takes as long for every row"
+    # Those are no times of the device.
+    assert small.beside < 0.02
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.usefixtures("taken_for_real")
+def test_the_host_hands_over_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where the device has so much to do that the host is hardly ever busy.
+    monkeypatch.setattr(TimedSlice, "busy_host", 0.0)
+    (cut,) = dpx.tune(SlowlyCalled(), Rows(64), devices=["sim:0"], batch_sizes=(64,), micro_batches=3).batch_sizes
+    assert cut.queued > 3 * 0.01 + 0.02, "three forwards, and a step of the optimizer"
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+@pytest.mark.usefixtures("taken_for_real")
+def test_the_basis_tells_what_was_run_where() -> None:
+    found = dpx.tune(Shallow(), Rows(), devices=["sim:0", "sim:1"], batch_sizes=(256,))
+    assert found.basis == (
+        "from a step that was run on sim:0, timed with what the host needs for it; it stands for all devices"
+    )
+    dry = dpx.tune(Shallow(), Rows(), devices=["sim:0", "sim:1"], batch_sizes=(256,), dry=True)
+    assert dry.basis.startswith("from fake tensors for sim:0")
+    assert dry.batch_sizes[0].queued == 0
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_every_peak_is_that_of_a_run_with_this_batch_size_on_the_device() -> None:
+    found = dpx.tune(Shallow(), Rows(), devices=["sim:0"], batch_sizes=(64, 1024))
+    assert found.basis == "from a step that was run on sim:0, with the times of its model"
+    for one in found.batch_sizes:
+        gc.collect()
+        monitor = dpx.DeviceMemoryMonitor(table=False, every_n_steps=1)
+        trainer = make_trainer(strategy="dpx", accelerator="sim", devices=1, max_steps=3, callbacks=[monitor])
+        trainer.fit(Shallow(), Rows(one.batch_size))
+        taken = max(monitor.last[torch.device("sim", 0)].peak_by_phase.values())
+        # Gradients count all through the step; here they come while activations go.
+        (device,) = one.devices
+        assert device.peak - device.gradients <= taken * 1.02
+        assert taken <= device.peak * 1.02
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_the_speed_of_a_simulated_device_is_that_of_its_model() -> None:
+    fakes = dpx.tune(Shallow(), Rows(), devices=["sim:0"], batch_sizes=(64, 1024), dry=True)
+    found = dpx.tune(Shallow(), Rows(), devices=["sim:0"], batch_sizes=(64, 1024))
+    for one, other in zip(found.batch_sizes, fakes.batch_sizes, strict=True):
+        assert one.seconds == pytest.approx(other.seconds, rel=0.01)
+
+
 def test_on_devices_that_are_not_here_the_optimizer_counts_by_its_bytes() -> None:
     one, two = dpx.tune(SlowlyUpdated(), SlowlyLoaded(), devices=["cuda:0"], batch_sizes=(64, 256)).batch_sizes
     held = sum(parameter.nbytes for parameter in SlowlyUpdated().parameters())
@@ -202,6 +284,11 @@ class NeedsNothing(Shallow):
 
 def test_for_devices_that_are_not_here_no_real_step_runs() -> None:
     assert dpx.tune(NeedsNothing(), Rows(), devices=["cuda:0"], batch_sizes=(64,)).best is not None
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_no_real_step_runs_where_none_is_wanted() -> None:
+    assert dpx.tune(NeedsNothing(), Rows(), devices=["sim:0"], batch_sizes=(64,), dry=True).best is not None
 
 
 class Logs(Shallow):

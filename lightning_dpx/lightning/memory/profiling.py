@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torchmetrics import Metric
@@ -57,6 +57,10 @@ class NoBackwardError(NoLossError):
 
     lacks = "ran no backward"
     advice = "What a hook runs a backward of, such as on_train_batch_end, is in no plan: run it in training_step."
+
+
+class DoesNotFitError(PlanError):
+    """A step does not fit on its device without a plan, and neither do the few rows that would tell of all."""
 
 
 def loss_to_plan_from(output: Any) -> torch.Tensor:
@@ -206,7 +210,7 @@ class _SliceProfiler:
         home = self.batch_slice.replica.device
         # A line needs two profiles, on two rows at the least: batch norm does not train on one.
         if all_rows < _FEWEST_ROWS:
-            raise PlanError(
+            raise DoesNotFitError(
                 f"A step on {all_rows} rows does not fit on {home} without a plan, and fewer rows to extrapolate from "
                 "there are not. Plan it without running it (dpx.search_plan with device) and give plan."
             )
@@ -216,7 +220,7 @@ class _SliceProfiler:
             # Rows are cut off by the slicer, which may not have been needed before: one
             # replica takes batches whole.
             except UncuttableBatch as error:
-                raise PlanError(
+                raise DoesNotFitError(
                     f"The step does not fit on {home} without a plan, and fewer rows to extrapolate from cannot be "
                     f"had. {error} Or plan the step without running it (dpx.search_plan with device) and give plan."
                 ) from error
@@ -225,7 +229,7 @@ class _SliceProfiler:
             else:
                 return extrapolate(few, more, rows, all_rows)
             free_garbage()
-        raise PlanError(
+        raise DoesNotFitError(
             f"Not even {rows[1]} of {all_rows} rows fit on {home} without a plan, beside what is there already. Use a "
             "smaller batch, or plan the step without running it (dpx.search_plan with device) and give plan."
         )
@@ -324,14 +328,32 @@ def seconds_of_slice(
         )
 
 
-def timed_slice(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> float:
-    """Seconds of forward and backward on ``batch_slice``, the least of a few; all that they change is put back."""
+class TimedSlice(NamedTuple):
+    """Seconds of forward and backward.
+
+    Attributes:
+        whole: Until their device has done them.
+        queued: Until the host has handed them to it: they take no less, however fast the device is.
+    """
+
+    whole: float
+    queued: float
+
+    @property
+    def busy_host(self) -> float:
+        """The share of its time in which the host could do nothing else."""
+        return min(1.0, self.queued / self.whole)
+
+
+def timed_slice(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> TimedSlice:
+    """Times forward and backward on ``batch_slice``, the least of a few; all that they change is put back."""
     device = batch_slice.replica.device
     with _on_shadow(replicas, batch_slice, run, device) as (shadow, step), TRIAL_GARBAGE.freed():
         forward = FreshForward(shadow, step(batch_slice.batch), nullcontext)
+        timer = CostModel(device).timer(shadow)
         with torch.enable_grad():
-            seconds, _ = CostModel(device).timer(shadow).least(forward, torch.Tensor.backward)
-    return seconds
+            seconds, _ = timer.least(forward, torch.Tensor.backward)
+    return TimedSlice(seconds, timer.queued)
 
 
 def run_once(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:

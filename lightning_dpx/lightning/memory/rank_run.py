@@ -159,7 +159,7 @@ def _forecast(step: _RankStep, ranks: Ranks, mesh: Any, progress: Progress) -> D
     progress(f"profiling a step on {step.rows} rows")
     profile = step.profile()
     forecast = found.planned(profile, budget)  # type: ignore[arg-type]
-    return DryRun((forecast,), (profile,), lambda _, room: found.plan(profile, room))
+    return DryRun((forecast,), (profile,), lambda _, room: found.plan(profile, room), basis=profile.basis)
 
 
 def _require_units(module: LightningModule, ranks: Ranks, mesh: Any) -> None:

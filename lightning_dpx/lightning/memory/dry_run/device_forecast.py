@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
@@ -36,6 +37,7 @@ class DeviceForecast:
             there at the peak beside activations, such as whole parameters.
         counted: Bytes of gradients that are counted among activations, from when the backward makes them, and not among
             ``gradients``, which are there all the time.
+        others: What else is there all the time, as far as the device could be asked: workspaces of its libraries.
     """
 
     device: str
@@ -51,12 +53,13 @@ class DeviceForecast:
     smallest: int = 0
     communication: int = 0
     counted: int = 0
+    others: int = 0
 
     @property
     def static(self) -> int:
         """Everything but activations, and but the gradients that are counted among them."""
         held = self.parameters + self.gradients + self.optimizer + self.buffers
-        return held + self.inputs + self.communication
+        return held + self.inputs + self.communication + self.others
 
     @property
     def peak(self) -> int:
@@ -116,8 +119,17 @@ def counts_gradients(trainer: Trainer, module: LightningModule, settings: Settin
     return may_free_gradients(trainer, module)
 
 
-def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings) -> list[dict[str, int]]:
-    """Per replica, the bytes that are there all the time, and those of gradients that are not."""
+def lasting_bytes(
+    trainer: Trainer, module: LightningModule, settings: Settings, others: int = 0
+) -> list[dict[str, int]]:
+    """Per replica, the bytes that are there all the time, and those of gradients that are not.
+
+    Args:
+        trainer: Has the optimizers.
+        module: What is trained.
+        settings: Of the run.
+        others: What a device that is there holds beside; the host is not asked.
+    """
     parameters = list(module.parameters())
     owners = owners_of(parameters, settings)
     several = len(set(settings.devices)) > 1
@@ -127,7 +139,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
     all_gradients = _bytes_of_gradients(module)
     counted = all_gradients if counts_gradients(trainer, module, settings) else 0
     found = []
-    for index in range(len(settings.devices)):
+    for index, device in enumerate(settings.devices):
         owned = sum(size for size, owner in trained if owner == index)
         # Between devices the reduction needs room for what arrives, beside the replica's own gradients.
         arriving = owned if several else 0
@@ -140,6 +152,7 @@ def lasting_bytes(trainer: Trainer, module: LightningModule, settings: Settings)
                 "communication": all_gradients if settings.keeps_buckets else 0,
                 # They come within the step, and are no part of what is there all the time.
                 "counted": counted,
+                "others": 0 if is_host(device) else others,
             }
         )
     return found

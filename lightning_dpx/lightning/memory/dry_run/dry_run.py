@@ -1,10 +1,11 @@
-"""What a training step would take on devices that need not be there: profiled on the CPU, planned for each device.
+"""What a training step would take on devices that need not be there: profiled on one of them, or on the CPU.
 
-A step of one replica is watched on the CPU, on as many rows as each device would get: on fake tensors, which take no
-memory, or on a part of the rows where fakes cannot run it; only a step for the host itself is run and measured. Bytes
-of tensors are the same on every device, operators that keep other things on a GPU are replaced, and what a device's
-libraries take inside of operators is known by rule. Gradients count all through the step where several
-devices sum them, batches accumulate them or anything looks at those of the step before, and else from when they come.
+A step of one replica is watched on as many rows as each device would get. Where the Trainer has one of the devices, and
+for the host itself, it is run and measured there. For others it is watched on the CPU: on fake tensors, which take no
+memory, or on a part of the rows where fakes cannot run it. Bytes of tensors are the same on every device, operators
+that keep other things on a GPU are replaced then, and what a device's libraries take inside of operators is known by
+rule. Gradients count all through the step where several devices sum them, batches accumulate them or anything looks at
+those of the step before, and else from when they come.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,12 +52,14 @@ class DryRun:
         profiles: Of each of them, the step that its plan is followed in: that of a micro-batch where it is cut.
         plan_at: The plan of one of the forecasts for another room for activations, in bytes; raises BudgetError.
         steps: Their times on 1, 2, 4, ... nodes, where they were asked for.
+        basis: What the figures rest on, if not on a step that was run and measured on the host.
     """
 
     forecasts: tuple[DeviceForecast, ...]
     profiles: tuple[Profile, ...]
     plan_at: Callable[[DeviceForecast, int], MemoryPlan]
     steps: tuple[StepTime, ...] = ()
+    basis: str = ""
 
     def profile_of(self, forecast: DeviceForecast) -> Profile:
         """The step that the plan of a forecast is followed in."""
@@ -66,11 +69,6 @@ class DryRun:
     def fits(self) -> bool:
         """Whether every device meets the budget."""
         return all(forecast.fits for forecast in self.forecasts)
-
-    @property
-    def basis(self) -> str:
-        """What the figures rest on, if not on a step that was run and measured."""
-        return next((profile.basis for profile in self.profiles), "")
 
     @property
     def tightest(self) -> DeviceForecast | None:
@@ -89,7 +87,8 @@ def dry_run(
     """Predicts the memory of every device in a training step of ``module`` on the first batch of ``data``.
 
     Args:
-        trainer: On one CPU, with the precision and the callbacks of the run.
+        trainer: With the precision and the callbacks of the run; on the first of its devices that is there
+            (:func:`on_its_device`), or on one CPU.
         module: What would be trained; it is not changed, beyond what its own setup hooks do.
         data: A datamodule or a loader; ``None`` if the module has its own.
         settings: Of the run.
@@ -125,7 +124,7 @@ def slice_sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[i
 def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
     replicas = ReplicaSet(
         module,
-        [torch.device("cpu")],
+        [trainer.strategy.root_device],
         batch_dim=settings.batch_dim,
         batch_slicer=settings.batch_slicer,
         keep=[trainer, *trainer.loggers],
@@ -146,7 +145,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     forecasts = []
     followed = []
     planners = []
-    held = lasting_bytes(trainer, module, settings)
+    held = lasting_bytes(trainer, module, settings, profiles.on_device(max(sizes)).others)
     beside = beside_micro_batches(trainer, module, settings)
     for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
         if size:
@@ -175,7 +174,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
         return planners[forecasts.index(forecast)].plan(room)
 
     steps = _steps(trainer, module, settings, forecasts, profiles)
-    return DryRun(tuple(forecasts), tuple(followed), plan_at, tuple(steps))
+    return DryRun(tuple(forecasts), tuple(followed), plan_at, tuple(steps), profiles.basis(max(sizes)))
 
 
 def _steps(

@@ -27,7 +27,7 @@ def work_on_first_batch(
             kind = "datamodule" if hasattr(data, "prepare_data") else "train_dataloaders"
             arguments = {kind: data}
         # Shuffling and augmentation draw numbers, and what the caller runs next must not notice.
-        with preserve_rng_state(modules=[module]), suppress(_Seen):
+        with preserve_rng_state([trainer.strategy.root_device], [module]), suppress(_Seen):
             trainer.fit(module, **arguments)
     # The fit has ended by itself, without a step.
     if first.found is None:
