@@ -34,6 +34,9 @@ class _Drawing(NamedTuple):
 @cache
 def _drawing(func: Any) -> _Drawing | None:
     """What is known of an operator that may drop something and returns the state from which it starts."""
+    # What results of other libraries mean cannot be told by their names: one may round at random whatever it drops.
+    if func.namespace != "aten":
+        return None
     schema = schema_of(func)
     states = tuple(place for place, result in enumerate(schema.returns) if result.name in _STATES)
     if not states:

@@ -17,26 +17,48 @@ _next_state = 0
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> Iterator[None]:
-    """``dpx_tests::attend(x, dropout_p)``: as attention on a GPU, its random state is another one in every call."""
-    library = torch.library.Library("dpx_tests", "DEF")
-    library.define("attend(Tensor x, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)")
+    """Attention as on a GPU, whose random state is another one in every call; and what others might call alike.
 
-    def run(x: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor]:
+    ``dpx_tests::round`` reads its state in backward, although it drops nothing.
+    """
+    attention, others = torch.library.Library("aten", "IMPL"), torch.library.Library("dpx_tests", "DEF")
+    others.define("round(Tensor x, float dropout_p=0.) -> (Tensor output, Tensor rng_state)")
+    others.define("drop(Tensor x, Tensor dropout_p) -> (Tensor output, Tensor rng_state)")
+    others.define("state(Tensor x, float dropout_p=0.) -> Tensor rng_state")
+
+    def next_state() -> Tensor:
         global _next_state
         _next_state += 1
-        return x.sin(), torch.tensor(_next_state)
+        return torch.tensor(_next_state)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        return query.sin(), query[..., 0] + 0, next_state(), next_state()
+
+    def attend_backward(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+        return gradient * query.cos(), torch.zeros_like(query), torch.zeros_like(query), None
 
     def save(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0], output[1])
+        ctx.save_for_backward(output[1])
 
     def backward(ctx: Any, gradient: Tensor, _state: Any) -> tuple[Tensor, None]:
-        x, _ = ctx.saved_tensors
-        return gradient * x.cos(), None
+        return gradient * ctx.saved_tensors[0], None
 
-    library.impl("attend", run, "CPU")
-    torch.library.register_autograd("dpx_tests::attend", backward, setup_context=save, lib=library)
+    attention.impl("_scaled_dot_product_efficient_attention", attend, "CPU")
+    attention.impl("_scaled_dot_product_efficient_attention_backward", attend_backward, "CPU")
+    others.impl("round", lambda x, dropout_p=0.0: (x.clone(), next_state()), "CPU")
+    others.impl("drop", lambda x, dropout_p: (x.clone(), next_state()), "CPU")
+    others.impl("state", lambda x, dropout_p=0.0: next_state(), "CPU")
+    torch.library.register_autograd("dpx_tests::round", backward, setup_context=save, lib=others)
     yield
-    library._destroy()
+    attention._destroy()
+    others._destroy()
+
+
+def attended(rows: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+    """The result, and a state, of attention that may drop something."""
+    heads = rows[None, None]
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(heads, heads, heads, None, True, dropout)
+    return found[0][0, 0], found[2]
 
 
 class Block(nn.Module):
@@ -46,8 +68,27 @@ class Block(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        attended: Tensor = torch.ops.dpx_tests.attend(self.first(x).tanh(), self.dropout)[0]
-        return x + self.last(attended).tanh()
+        return x + self.last(attended(self.first(x).tanh(), self.dropout)[0]).tanh()
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(torch.ops.dpx_tests.round(self.first(x).tanh())[0]).tanh()
+
+
+class Others(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = torch.ops.dpx_tests.drop(x, torch.zeros(2))[0]
+        y: Tensor = self.layer(dropped).tanh() * torch.ops.dpx_tests.state(x)
+        return y
 
 
 def blocks(*, dropout: float) -> nn.Module:
@@ -74,11 +115,20 @@ def test_a_plan_that_replays_such_calls_gives_the_same_bits() -> None:
     assert all(torch.equal(parameter.grad, one) for parameter, one in zip(module.parameters(), expected, strict=True))
 
 
+def test_what_other_libraries_call_alike_is_compared() -> None:
+    module = nn.Sequential(*(Rounding() for _ in range(4)))
+    assert not profile_module(module, torch.randn(256, 64)).calls, "its backward would read another state"
+
+
+def test_operators_whose_arguments_or_results_only_look_alike_are_profiled() -> None:
+    assert profile_module(Others(), torch.randn(256, 64)).values
+
+
 def test_a_state_is_known_while_its_memory_is_there() -> None:
     rows = torch.randn(4, 4)
     with MemoryTrace(CPU) as trace:
-        output, state = torch.ops.dpx_tests.attend(rows, 0.0)
-        _, drawn = torch.ops.dpx_tests.attend(rows, 0.5)
+        output, state = attended(rows, 0.0)
+        _, drawn = attended(rows, 0.5)
     assert trace.idle_states.has(state)
     assert trace.idle_states.has(state.detach())
     assert not any(map(trace.idle_states.has, (output, drawn, rows)))
