@@ -421,9 +421,10 @@ class ReplicaSet:
         """Has libraries take what they keep for each thread that runs a replica, so that it is among what is there."""
         tasks: list[Task] = []
         for replica in self.replicas:
-            if keeps_workspaces(replica.device):
-                take = partial(take_workspaces, replica.device)
-                tasks.append(Task(replica.index, replica.device, "planning", take))
+            # Shifted parts compute where their parameters are, in the same thread.
+            places = distinct_devices([replica.device, *(parameter.device for parameter in replica.parameters)])
+            for device in filter(keeps_workspaces, places):
+                tasks.append(Task(replica.index, replica.device, "planning", partial(take_workspaces, device)))
         if tasks:
             self._lanes.executor(in_turns=False).run(tasks)
 

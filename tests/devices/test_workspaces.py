@@ -13,6 +13,7 @@ import lightning_dpx as dpx
 from lightning_dpx.devices import keeps_workspaces, take_workspaces
 from lightning_dpx.memory.profile import costs, profiler
 from lightning_dpx.replicas import replica_set
+from lightning_dpx.shifting.shift import apply_shift
 from tests.conftest import SIMULATED
 from tests.lightning.memory.test_planning import Tower, fit, loader
 
@@ -130,3 +131,21 @@ def test_they_are_among_what_a_plan_leaves_room_for(monkeypatch: Any, execution:
     fit(Multiplies(), loader(1024, batches=3), strategy=strategy, accelerator="sim", devices="auto")
     assert len(kept) == (1 if execution == "inline" else 3), "of the thread that profiles, and of the replicas"
     assert max(peaks[1:]) <= budget
+
+
+@on_devices
+def test_threads_take_them_on_the_devices_of_shifted_parts_too(monkeypatch: Any) -> None:
+    taken: set[tuple[str, int]] = set()
+    monkeypatch.setattr(replica_set, "keeps_workspaces", lambda device: device.type == "sim")
+    monkeypatch.setattr(
+        replica_set, "take_workspaces", lambda device: taken.add((threading.current_thread().name, device.index))
+    )
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to("sim:0")
+    replicas = replica_set.ReplicaSet(module, [torch.device("sim", 0)] * 2, execution="threads")
+    for replica in replicas.replicas:
+        apply_shift(replica.module, "2", {"sim:0": "sim:1"})
+    try:
+        replicas.take_workspaces()
+    finally:
+        replicas.close()
+    assert taken == {(f"dpx-lane-{lane}", device) for lane in (0, 1) for device in (0, 1)}
