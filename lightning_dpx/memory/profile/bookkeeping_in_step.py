@@ -36,6 +36,9 @@ _ENOUGH = 0.4  # seconds
 # Seconds of a step: with longer ones, which others on the processor disturb less, one turn warms up for them all, and
 # what a place takes is not told apart from what a value takes. Otherwise a model of 2,000 layers takes 4 s for it.
 _LONG = 0.02
+# Seconds of a step on accelerators: of longer ones planning is to run ten at the most. What the host's caches add to
+# a first planned step hides behind the device there.
+_VERY_LONG = 0.1
 _TOO_LONG = 0.5  # seconds of a step: even a few of them are many
 # What is kept beside what is dropped passes the hooks as well, so half of the values tell more of usual plans than
 # all do; and the few that are far apart tell what a place takes, see drop_sites.py.
@@ -97,8 +100,8 @@ def measured_in_step(
             kinds[_OFFLOADED] = _offloading(profile, module, away)
         if calls and (is_wanted or by_calls >= least):
             kinds["replayed"] = Replays(module, [call.name for call in calls])
-        # On accelerators the host's caches count in long steps as well.
-        warm_up = _WARM_UP if hides or profile.step_seconds <= _LONG else 1
+        # On accelerators the host's caches count in long steps as well, but for those that the device fills.
+        warm_up = _WARM_UP if profile.step_seconds <= (_VERY_LONG if hides else _LONG) else 1
         found = timer.in_a_row(partial(_least_in_turns, kinds, timer, forward, backward, warm_up))
     finally:
         for hooks in kinds.values():
