@@ -24,13 +24,11 @@ from lightning_dpx.lightning.rehearsal.comparison.parity_report import Compariso
 from lightning_dpx.lightning.rehearsal.counts_in_use import CountsInUse
 from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
 from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
+from lightning_dpx.lightning.rehearsal.whole_run import NUDGES
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import drawn_once
 from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
-# Places from which every other weight is nudged. Which side of a kink a value falls on is chance, and one nudge may
-# leave it where it was.
-_NUDGES = (1, 0)
 # Times what a handful of roundings comes to. Nearly all steps are nearer to one device, and cost no further run.
 _FEW_ROUNDINGS = 4
 
@@ -153,8 +151,8 @@ class SliceCheck:
         apart = largest_error_of_gradients(self._whole, sliced, few_roundings)
         if apart <= grown:
             return False
-        for start in _NUDGES:
-            nudged = self._runs.whole.observe_nudged(self._runs.num_rows, start=start)
+        for places in NUDGES:
+            nudged = self._runs.whole.observe_nudged(self._runs.num_rows, places=places)
             if nudged is None:
                 return False
             of_nudge = largest_error_of_gradients(self._whole, nudged, few_roundings)
@@ -230,9 +228,9 @@ class SliceCheck:
         if self._step.strategy.plans_memory and not self._step.by_hand:
             return frozenset()
         found = frozenset[str]()
-        for start in _NUDGES:
+        for places in NUDGES:
             left = comparison.apart - unstable - found
-            nudged = self._runs.whole.observe_nudged(comparison.rows, start=start) if left else None
+            nudged = self._runs.whole.observe_nudged(comparison.rows, places=places) if left else None
             if nudged is None:
                 break
             found |= grown_from_roundings(self._whole, sliced, nudged, self._step.tolerance) & left

@@ -45,6 +45,11 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.replicas.parameter_attributes import attributes_of_parameters, newly_set
 
+# Places at which weights are nudged, each in a run of its own. Which side of a kink a value falls on is chance, and so
+# is whether the mean of equal numbers is that number. Of 950 results that roundings had decided, in 80 steps of a GAN
+# with norms, one nudge explained all but 11, two all but 1, and all of these each with five times to spare.
+NUDGES = (slice(1, None, 2), slice(0, None, 2), slice(0, None, 3), slice(1, None, 3), slice(2, None, 3))
+
 
 class _Start:
     """Weights of a shadow and states of its optimizers, to begin with once more."""
@@ -97,7 +102,7 @@ class WholeRun:
         num_steps: int = 1,
         other_first: bool = False,
         after_a_step: bool = True,
-        nudged_from: int | None = None,
+        nudged: slice | None = None,
         same_weights: bool = False,
         watched: AbstractContextManager[Any] | None = None,
     ) -> Observation:
@@ -109,8 +114,7 @@ class WholeRun:
             num_steps: One after the other.
             other_first: Whether the first of them draws other random numbers than those after it.
             after_a_step: Whether gradients of an earlier step are there.
-            nudged_from: The place from which every other number of each parameter is the next larger one; none unless
-                given.
+            nudged: The places at which each parameter has the next larger numbers; none unless given.
             same_weights: Whether each step begins with the weights of the first one, and with its optimizers' states;
                 for steps by hand, which step inside.
             watched: Entered for the user's step alone.
@@ -120,9 +124,9 @@ class WholeRun:
             PartsAppear: the step makes parameters, or metrics.
         """
         step = self.step
-        shadow = step.make_shadow(own_parameters=nudged_from is not None)
-        if nudged_from is not None:
-            _nudge(shadow, nudged_from)
+        shadow = step.make_shadow(own_parameters=nudged is not None)
+        if nudged is not None:
+            _nudge(shadow, nudged)
         # Replicas of one: the step runs by the code that runs slices, so that only the cut differs.
         replicas = step.replicas_of(shadow, [step.strategy.root_device], workload="even", micro_batches=1)
         steps = _StepsOnShadow(step, self._rows, num_rows, shadow, replicas)
@@ -149,16 +153,16 @@ class WholeRun:
         self._adopt(steps.seen)
         return steps.seen
 
-    def observe_nudged(self, num_rows: int, *, num_steps: int = 1, start: int = 1) -> Observation | None:
+    def observe_nudged(self, num_rows: int, *, num_steps: int = 1, places: slice = NUDGES[0]) -> Observation | None:
         """What :meth:`observe` tells of a step that begins at the next larger numbers; ``None`` if it does not run.
 
-        From the place ``start`` on that is every other number: a norm takes out again what all of them have in common.
+        Only at some ``places``, one of ``NUDGES``: a norm takes out again what all numbers have in common.
 
         Weights of its own take room, a parameter of a class of the user's may refuse to be written, and a step may look
         whether weights are what it knows. Then nothing is known of roundings, and what differs is told.
         """
         try:
-            return self.observe(num_rows, num_steps=num_steps, nudged_from=start)
+            return self.observe(num_rows, num_steps=num_steps, nudged=places)
         except Exception as error:  # noqa: BLE001  whatever becomes of it, the step itself has run
             traceback.clear_frames(error.__traceback__)
             return None
@@ -292,14 +296,14 @@ def _lists_of(module: torch.nn.Module) -> dict[ListPlace, Any]:
 
 
 @torch.no_grad()
-def _nudge(module: torch.nn.Module, start: int) -> None:
-    """Changes the last bit of every other number of each parameter, in place: there may be no room for another one."""
+def _nudge(module: torch.nn.Module, places: slice) -> None:
+    """Changes the last bit of some numbers of each parameter, in place: there may be no room for another one."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            every_other = parameter.detach()
+            chosen = parameter.detach()
             for dim in reversed(range(parameter.dim())):
                 if parameter.shape[dim] > 1:
-                    every_other = every_other.transpose(0, dim)[start::2]
+                    chosen = chosen.transpose(0, dim)[places]
                     break
             # By arithmetic, as there is no nextafter for half precision.
-            every_other.mul_(1 + torch.finfo(parameter.dtype).eps)
+            chosen.mul_(1 + torch.finfo(parameter.dtype).eps)

@@ -81,6 +81,32 @@ def test_what_roundings_decide_on_one_device_is_no_difference(kind, optimizer, n
     fit(kind, optimizer, num_replicas, precision)
 
 
+class MadeLarge(LightningModule):
+    """Roundings are made large, those of slices and those of nudged weights, unless the latter cancel out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+        self.alike = nn.Parameter(torch.ones(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        of_slices = torch.finfo(torch.float64).eps * len(batch[0])
+        # Nudged at every other place, both differences are of equal numbers.
+        of_nudges = (self.alike[0] - self.alike[2]) + 2 * (self.alike[1] - self.alike[3])
+        return self.net(batch[0]).pow(2).mean() + 1e4 * (of_slices + of_nudges)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def test_roundings_that_cancel_out_in_some_nudges_are_no_difference() -> None:
+    """On a few processors a GAN was told to differ by two nudges that had moved nothing, both by chance."""
+    torch.manual_seed(0)
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    trainer = make_trainer(strategy=strategy, max_epochs=1, devices=2, precision="64-true")
+    trainer.fit(MadeLarge(), make_loader(32, 16))
+
+
 class FollowsItself(LightningModule):
     """As BYOL begins: a student and its teacher are still alike, so all of the loss cancels out but its last digits."""
 
