@@ -393,4 +393,4 @@ def test_a_metric_is_updated_in_the_mode_in_which_the_step_calls_it() -> None:
         options = {} if strategy == "auto" else {"strategy": strategy, "devices": 2}
         make_trainer(**options).fit(model, make_loader(24), make_loader(24))
         totals.append(model.added.compute().cpu())
-    assert torch.allclose(*totals)
+    torch.testing.assert_close(*totals)
