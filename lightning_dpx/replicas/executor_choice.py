@@ -109,6 +109,9 @@ class Lanes:
     def close(self) -> None:
         """Ends the threads; whatever runs after this starts them again."""
         self.release_cores()
+        if isinstance(self._executor, ThreadedExecutor) and self._executor.on_host:
+            # A call that a lane made again had its forward's threads, and what a thread sets is for all later ones.
+            torch.set_num_threads(torch.get_num_threads())
         self._executor.close()
 
 

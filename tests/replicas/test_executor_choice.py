@@ -1,5 +1,8 @@
 """Tasks run in the calling thread or in threads, and meet in a slot that no abandoned run can reach."""
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -45,3 +48,19 @@ def test_the_callers_threads_come_back_when_replicas_in_threads_end() -> None:
     lanes.close()
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
+
+
+def test_threads_that_begin_after_replicas_in_threads_have_the_callers_number() -> None:
+    before = torch.get_num_threads()
+    lanes = Lanes("threads", [CPU] * 2, device_of=[0, 1], deadline=None, beyond=None)
+    in_a_thread(lambda: torch.set_num_threads(before + 1))
+    lanes.close()
+    seen: list[int] = []
+    in_a_thread(lambda: seen.append(torch.get_num_threads()))
+    assert seen == [before]
+
+
+def in_a_thread(task: Callable[[], None]) -> None:
+    thread = threading.Thread(target=task)
+    thread.start()
+    thread.join()

@@ -28,12 +28,13 @@ class CallSurroundings:
         home: The device it runs on.
     """
 
-    __slots__ = ("_anatomy", "_autocast", "_buffers", "_held", "_parameters", "_training")
+    __slots__ = ("_anatomy", "_autocast", "_buffers", "_held", "_num_threads", "_parameters", "_training")
 
     def __init__(self, anatomy: Anatomy, held: list[Any], home: torch.device) -> None:
         self._anatomy = anatomy
         self._held = held
         self._autocast = _autocast_state(home)
+        self._num_threads = torch.get_num_threads()
         self._training = anatomy.training()
         self._parameters = anatomy.versions()
         self._buffers: list[_Buffer] = []
@@ -76,6 +77,11 @@ class CallSurroundings:
                 if torch.is_autocast_enabled(kind) != enabled or torch.get_autocast_dtype(kind) != dtype:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(self._anatomy.as_it_was(self._training))
+            # On the host, sums have the bits of the number of threads that share them, and a replica's backward may run
+            # in a thread of its own, with another share of the cores than its forward had.
+            if (here := torch.get_num_threads()) != self._num_threads:
+                torch.set_num_threads(self._num_threads)
+                stack.callback(torch.set_num_threads, here)
             if any(buffers_of(part) for part in self._anatomy.parts):
                 stack.enter_context(self._buffers_of_then(name))
             # Last: what stands in for buffers and parts is no attribute that anybody has set.

@@ -28,6 +28,18 @@ def test_switches_and_autocast_are_those_of_the_call() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_as_many_threads_share_its_operators_as_in_the_call() -> None:
+    """On machines with many cores, a backward in a thread of its own made sums again with other bits."""
+    before = torch.get_num_threads()
+    then = surroundings_of(nn.Linear(2, 2))
+    torch.set_num_threads(before + 1)
+    with then.restored("net"):
+        within = torch.get_num_threads()
+    afterwards = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (within, afterwards) == (before, before + 1)
+
+
 def test_statistics_are_those_of_the_call_and_are_written_once() -> None:
     module = nn.BatchNorm1d(2).eval()
     then = surroundings_of(module)
