@@ -14,6 +14,7 @@ from torch.cuda import nccl
 
 from lightning_dpx.devices import (
     OffloadedTensor,
+    allocated_and_peak,
     capacity_of,
     free_bytes,
     linked_groups,
@@ -164,6 +165,32 @@ def test_a_process_that_may_take_a_part_of_a_device_has_no_more_than_that(monkey
     assert (free_bytes(HERE), capacity_of(HERE).total) == (200, 300)
     fraction = (2**64 - 1) / 1000
     assert (free_bytes(HERE), capacity_of(HERE).total) == (650, 1000), "no limit, as cudaMallocAsync tells it"
+
+
+def test_all_statistics_of_a_device_are_asked_for_once(monkeypatch: Any) -> None:
+    asked = []
+
+    def nested(device: torch.device) -> dict[str, Any]:
+        asked.append(device)
+        of_tensors = {"current": 7, "peak": 9, "allocated": 20, "freed": 13}
+        return {"allocated_bytes": {"all": of_tensors, "small_pool": {}}} if len(asked) > 1 else {}
+
+    module = SimpleNamespace(memory_stats_as_nested_dict=nested, mem_get_info=None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert allocated_and_peak(HERE) == (0, 0), "before its first tensor"
+    assert allocated_and_peak(HERE) == (7, 9)
+    assert asked == [HERE, HERE]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
+def test_what_is_allocated_is_what_torch_says(kind: str) -> None:
+    device = torch.device(kind, 0)
+    kept = torch.ones(1000, 1000, device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    del kept
+    found = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    assert allocated_and_peak(device) == found
+    assert found[1] >= found[0] + 4_000_000
 
 
 @pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
