@@ -21,6 +21,8 @@ os.environ.setdefault("LIGHTNING_DPX_TIMING", "quick")  # plans of many small mo
 # Beside simulated devices, real ones are hidden, or accelerator="auto" would mean other hardware on every machine.
 if os.environ.get("DPX_TESTS_SIMULATE") != "0":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # What torch for AMD's reads first, where a job on a cluster has set it.
+    os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 if os.environ.get("LIGHTNING_DPX_PACKAGE") == "pytorch_lightning":
     from tests import lightning_alias

@@ -1,6 +1,7 @@
 """Memory, traffic and the accelerator of simulated devices."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -193,3 +194,9 @@ def test_integers_are_counted_as_on_a_gpu(dtype: torch.dtype, sim) -> None:
     assert counts.device == experts.device
     assert counts.dtype == dtype
     assert counts.tolist() == [1, 2, 0, 3]
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_real_gpus_are_hidden_from_tests_on_simulated_ones(variable: str) -> None:
+    """Whatever the shell has set: torch for AMD's reads a variable of its own first."""
+    assert os.environ[variable] == ""
