@@ -31,6 +31,7 @@ def take_workspaces(device: torch.device) -> None:
     Args:
         device: One that :func:`keeps_workspaces`.
     """
+    # The smallest product will do: how much they take does not depend on it. Its backward is that of autograd's thread.
     with torch.inference_mode(False), torch.enable_grad():
         rows = torch.ones(1, 1, device=device, requires_grad=True)
         torch.autograd.grad(rows @ rows, rows)

@@ -425,6 +425,7 @@ class ReplicaSet:
             places = distinct_devices([replica.device, *(parameter.device for parameter in replica.parameters)])
             for device in filter(keeps_workspaces, places):
                 tasks.append(Task(replica.index, replica.device, "planning", partial(take_workspaces, device)))
+        # Stages that take turns run in the calling thread, which takes its own where it profiles.
         if tasks:
             self._lanes.executor(in_turns=False).run(tasks)
 

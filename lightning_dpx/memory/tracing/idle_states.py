@@ -59,6 +59,7 @@ class IdleStates:
         drawing = _drawing(func)
         if drawing is None:
             return
+        # Torch's operators get it by its place as a rule, and by its name from whoever calls them so.
         probability = args[drawing.place] if drawing.place < len(args) else drawing.default
         if (kwargs or {}).get(_PROBABILITY, probability):
             return
