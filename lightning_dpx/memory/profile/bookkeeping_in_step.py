@@ -101,12 +101,16 @@ def measured_in_step(
         if calls and (is_wanted or by_calls >= least):
             kinds["replayed"] = Replays(module, [call.name for call in calls])
         # On accelerators the host's caches count in long steps as well, but for those that the device fills.
-        warm_up = _WARM_UP if profile.step_seconds <= (_VERY_LONG if hides else _LONG) else 1
+        is_long = profile.step_seconds > (_VERY_LONG if hides else _LONG)
+        warm_up = 1 if is_long else _WARM_UP
         found = timer.in_a_row(partial(_least_in_turns, kinds, timer, forward, backward, warm_up))
     finally:
         for hooks in kinds.values():
             hooks.remove()
     plain = found[""]
+    if hides:
+        # Of long steps there is one round, and one slow step would make all that comes on top look like nothing.
+        plain = min(plain, profile.step_seconds)
     cases = [_case_of(profile, dropped, made[kind], found[kind] - plain) for kind, dropped in sets.items()]
     is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
     # What is hidden takes nothing, whatever it takes elsewhere.
@@ -231,6 +235,7 @@ def _case_of(profile: Profile, dropped: Collection[int], made: Collection[int], 
 
 def _share(spent: float, alone: float) -> float:
     """Of the seconds that something takes alone, those that a step takes longer with it; 1 if that is more."""
+    # Where others disturbed the step without a plan, what comes on top of nothing may seem to be less than that.
     if spent >= alone or alone <= 0.0:
         return 1.0
     return max(_LEAST_SHARE, spent / alone)

@@ -224,7 +224,7 @@ def test_of_such_a_device_operators_may_take_less_within_a_step_than_alone(
     made = len(made_again(alone, largest))
     kinds = (0.5 * made, 0.1, replayed) if seconds < 0.01 else (0.5 * made, replayed)
     warm_up = 1 if seconds > 0.1 else 2
-    timer = Scripted(module, *[5.0] * warm_up * len(kinds), *[1.0, *(1.0 + longer for longer in kinds)] * 3)
+    timer = Scripted(module, *[5.0] * warm_up * len(kinds), *[seconds, *(seconds + longer for longer in kinds)] * 3)
     found = measured(timer, alone, x, Bookkeeping(0.1, 1.0, 0.5), hides=True)
     assert seconds <= 0.1 or len(timer.hooks) == 5, "few, as each is long"
     assert (found.operator_share, found.call_share) == (pytest.approx(0.5), pytest.approx(call_share))
@@ -232,6 +232,19 @@ def test_of_such_a_device_operators_may_take_less_within_a_step_than_alone(
     told = with_bookkeeping(alone, found)
     assert {value.seconds for value in told.values if not value.call} == {0.5}
     assert told.calls[0].seconds == pytest.approx(3.0 * call_share + found.of_call(call.tensors))
+
+
+def test_one_slow_step_without_a_plan_does_not_make_what_comes_on_top_look_like_nothing(
+    step: tuple[nn.Module, Tensor, Profile],
+) -> None:
+    module, x, profile = step
+    alone = replace(
+        profile, step_seconds=0.4, values=tuple(replace(value, seconds=0.01) for value in profile.values), calls=()
+    )
+    timer = Scripted(module, 5.0, 0.6, 0.7)
+    found = measured(timer, alone, x, Bookkeeping(), hides=True)
+    assert found.operator_share == 1.0
+    assert found.step_seconds == 0.4
 
 
 def test_where_nothing_can_be_dropped_no_step_is_run_for_it(step: tuple[nn.Module, Tensor, Profile]) -> None:
@@ -257,7 +270,7 @@ def test_calls_take_what_a_step_says_where_elsewhere_they_took_nothing(
     free = replace(
         profile, step_seconds=0.05, values=(), calls=tuple(replace(call, seconds=0.0) for call in profile.calls)
     )
-    timer = Scripted(module, *[5.0] * 2, *[1.0, 9.0] * 3)
+    timer = Scripted(module, *[5.0] * 2, *[0.05, 8.05] * 3)
     found = measured(timer, free, x, Bookkeeping(), hides=True)
     assert sum(found.of_call(call.tensors) for call in profile.calls) == pytest.approx(8.0)
     timer = Scripted(module, *[5.0] * 2, *[1.0, 0.5] * 3)
