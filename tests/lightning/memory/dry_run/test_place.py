@@ -94,11 +94,13 @@ def test_the_first_device_that_is_there_is_used() -> None:
 
 
 def test_what_libraries_keep_on_a_device_is_in_the_peak_that_is_predicted_for_it() -> None:
+    gc.collect()
+    left = torch.get_device_module("sim").memory_allocated(0)  # by other tests: that is there as well
     found = looked_at(UsesLibrary(), Settings((sim_device(0),)))
     assert found.basis == "from a step that was run on sim:0, with the times of its model"
     (forecast,) = found.forecasts
     del found  # it holds a batch on the device
-    assert forecast.others == WORKSPACE
+    assert WORKSPACE <= forecast.others <= WORKSPACE + left
     forget_uses()
     assert forecast.peak == pytest.approx(peak_of_run(UsesLibrary()), rel=0.02)
 
