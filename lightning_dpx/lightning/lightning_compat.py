@@ -189,6 +189,13 @@ def metric_dicts(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     }
 
 
+def forget_batch(trainer: Any) -> None:
+    """Lets go of the training batch that what is logged is weighed by; a batch that ends does so itself."""
+    results = trainer.fit_loop.epoch_loop._results
+    results.batch = None
+    results.batch_size = None
+
+
 def trainer_of(module: Any) -> Any:
     """The Trainer that a module belongs to, or ``None``; the public property raises without one."""
     # Modules that are no LightningModule have none, either.
@@ -303,9 +310,9 @@ __all__ = [
     "CODE_THAT_ASKS", "DataFetcherWrapper", "Launcher", "PRIVATE_NAMES", "RICH_IS_AVAILABLE",
     "ResultCollection", "SignalConnector", "WrappingCheckpointIO", "accelerator_connector", "active_loop",
     "all_gather_processes", "batch_sizes_in", "before_batch_transfer", "combined_loader", "compiler_context_of",
-    "data_hooks", "ddp_options_of", "hook_of", "in_hook", "set_compiler_context", "set_device_mesh", "set_trainer",
-    "init_dist_connection", "initialize_strategy_again", "layer_sync_of", "lightning_optimizers_of", "look_up",
-    "metric_dicts", "module_of", "optimizers_of", "precision_hooks", "reduce_processes", "reset_precision_hooks",
-    "set_precision_hooks", "states_of", "steps_for_logs", "take_signals", "tensor_parallel_size_of",
-    "trainer_of", "transfer_batch", "wrap_optimizer",
+    "data_hooks", "ddp_options_of", "forget_batch", "hook_of", "in_hook", "set_compiler_context", "set_device_mesh",
+    "set_trainer", "init_dist_connection", "initialize_strategy_again", "layer_sync_of", "lightning_optimizers_of",
+    "look_up", "metric_dicts", "module_of", "optimizers_of", "precision_hooks", "reduce_processes",
+    "reset_precision_hooks", "set_precision_hooks", "states_of", "steps_for_logs", "take_signals",
+    "tensor_parallel_size_of", "trainer_of", "transfer_batch", "wrap_optimizer",
 ]  # fmt: skip

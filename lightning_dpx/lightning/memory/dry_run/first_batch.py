@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_dpx.lightning.lightning_compat import forget_batch
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 
 Found = TypeVar("Found")
@@ -44,7 +45,11 @@ class _FirstBatch(Callback, Generic[Found]):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Looks at the batch instead of training on it."""
-        self.found = self._work(trainer, pl_module, batch)
+        try:
+            self.found = self._work(trainer, pl_module, batch)
+        finally:
+            # No batch ends, and the module keeps its Trainer, which would keep the batch on its device.
+            forget_batch(trainer)
         # The loops unwind, and the Trainer tears the run down as after any other error.
         raise _Seen
 
