@@ -34,20 +34,29 @@ class Slowdown:
         start: Rows up to which steps are on the line.
         end: Rows of the step that was timed.
         factor: The time of that step over the one on the line.
+        growth: The time on the line of that many rows, over the one of ``start`` rows.
     """
 
     start: int = 0
     end: int = 1
     factor: float = 1.0
+    growth: float = 1.0
 
     def at(self, rows: int) -> float:
-        """The factor of a step on ``rows`` rows, which grows evenly up to the rows that were timed."""
+        """The factor of a step on ``rows`` rows.
+
+        What makes rows slower grows evenly up to the rows that were timed. Where they were faster, the time does.
+        """
         # Up to there the line has been measured.
         if rows <= self.start:
             return 1.0
         # Beyond the rows that were timed it goes on as it was there: nothing is out of the caches twice.
         share = min(1.0, (rows - self.start) / (self.end - self.start))
-        return 1.0 + share * (self.factor - 1.0)
+        if self.factor >= 1.0:
+            return 1.0 + share * (self.factor - 1.0)
+        # A factor that falls evenly on a line that rises would make steps in between the slowest of all.
+        seconds = 1.0 + share * (self.factor * self.growth - 1.0)
+        return seconds / (1.0 + share * (self.growth - 1.0))
 
 
 def rows_worth_timing(

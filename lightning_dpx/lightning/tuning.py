@@ -428,7 +428,8 @@ def _larger_step(
         )
         return _LargerStep(busy_host=profiles.busy_host(current))
     expected = whole(rows).step_seconds / whole(current).step_seconds
-    return _LargerStep(Slowdown(current, rows, measured.whole / usual.whole / expected), measured.busy_host)
+    factor = measured.whole / usual.whole / expected
+    return _LargerStep(Slowdown(current, rows, factor, expected), measured.busy_host)
 
 
 class _ModelledPace:

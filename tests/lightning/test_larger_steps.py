@@ -141,6 +141,20 @@ def test_steps_between_those_that_were_timed_slow_down_evenly() -> None:
     assert Slowdown().at(8) == 1.0
 
 
+def test_between_steps_that_were_timed_none_is_slower_than_both() -> None:
+    """An accelerator waits for the host on few rows, and takes no longer for 16 times as many."""
+
+    def on_line(rows: int) -> float:
+        return 1.0 + 0.25 * (rows - 64) / 64  # seconds: two noisy steps on few rows
+
+    rows_between = (64, 128, 256, 512, 1024, 2048)
+    slowdown = Slowdown(64, 1024, 1.1 / on_line(1024), on_line(1024))
+    seconds = [on_line(rows) * slowdown.at(rows) for rows in rows_between]
+    assert seconds == sorted(seconds)
+    assert seconds[2] == pytest.approx(1.0 + 0.1 * (256 - 64) / (1024 - 64))
+    assert seconds[4] == pytest.approx(1.1)
+
+
 def test_the_most_rows_whose_step_is_short_are_timed() -> None:
     def on_line(rows: int) -> Profile:
         return replace(random_profile(0, 4), step_seconds=rows / 1000)
