@@ -19,7 +19,8 @@ from lightning_dpx.lightning import (
     Settings,
     with_merged_replicas,
 )
-from lightning_dpx.lightning.lightning_api import Checkpoint
+from lightning_dpx.lightning.lightning_api import Checkpoint, ClusterEnvironment
+from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look
 from lightning_dpx.simulate import simulate
 from lightning_dpx.units import parse_bytes, parse_share
@@ -250,11 +251,18 @@ def look_on_device(
     def on(home: torch.device) -> Found:
         # It has one of the CPU already, unless a device has turned out to be too small.
         if cli.trainer.strategy.root_device != home:
-            cli.make_trainer_again(trainer_to_look(home))
+            cli.make_trainer_again({**trainer_to_look(home), "plugins": _plugins_of_the_step(cli)})
             _leave_out_callbacks(cli)
         return look(cli)
 
     return on_its_device(devices, on, dry=args.dry)
+
+
+def _plugins_of_the_step(cli: Any) -> list[Any]:
+    """Those of the config without what tells of other processes, which take no part."""
+    given = look_up(cli, cli.config_init, "trainer.plugins") or []
+    plugins = given if isinstance(given, list | tuple) else [given]
+    return [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
 
 
 def _leave_out_callbacks(cli: Any) -> None:

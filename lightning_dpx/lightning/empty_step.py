@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.errors import describe_error
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
-from lightning_dpx.lightning.memory.dry_run.place import trainer_on
+from lightning_dpx.lightning.memory.dry_run.place import strategy_to_look, trainer_on
 from lightning_dpx.lightning.memory.dry_run.step_profiles import LoggedValue
 from lightning_dpx.lightning.rehearsal.shadow import copy_optimizers
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
-from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
@@ -158,7 +157,7 @@ def _trainer_for(trainer: Trainer, run: EmptyRun, clock: Callback) -> Trainer:
     return Trainer(
         **trainer_on(run.devices),
         # What is looked at in some batches only belongs to no usual step.
-        strategy=DPXStrategy(verify="off", **run.options),
+        strategy=strategy_to_look(**run.options),
         precision=trainer.precision,
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,

@@ -455,3 +455,12 @@ def test_steps_that_are_not_cut_are_planned_in_one_piece(model: str, said: str, 
 def test_what_is_no_number_of_micro_batches(given: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["plan", "--config", config(tmp_path), f"--micro-batches={given}"]) == 1
     assert f"--micro-batches {given} is not allowed; give a positive number" in capsys.readouterr().err
+
+
+@sim_only
+def test_a_config_may_name_the_environment_of_its_processes(tmp_path: Path, capsys: Any) -> None:
+    path = Path(config(tmp_path, model="Shallow"))
+    environment = "lightning.pytorch.plugins.environments.LightningEnvironment"
+    path.write_text(path.read_text().replace("trainer:\n", f"trainer:\n  plugins:\n    - class_path: {environment}\n"))
+    status, _ = planned(capsys, "--config", str(path), "--devices", "sim:0")
+    assert status == 0

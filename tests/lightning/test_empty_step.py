@@ -237,3 +237,22 @@ def test_a_loader_that_fails_later_is_told_of_and_counts_as_nothing() -> None:
             return seconds_of_loading(trainer)
 
     assert on_first_batch(Net(), load, loader) == 0
+
+
+def test_an_empty_step_waits_for_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    sizes = []
+
+    class Unused(Trainer):
+        def fit(self, *_: Any, **__: Any) -> None:
+            sizes.append(self.world_size)
+            raise RuntimeError("nothing is run here")
+
+    monkeypatch.setattr(empty_step, "Trainer", Unused)
+    run = EmptyRun(devices=[CPU], batch=torch.ones(2, 2))
+    with pytest.warns(UserWarning, match="nothing is run here"):
+        assert seconds_of_empty_step(make_trainer(accelerator="cpu", devices=1), Net(), run) == EmptySeconds()
+    assert sizes == [1]

@@ -14,6 +14,7 @@ from lightning_dpx.devices import accelerators, free_garbage, is_host, is_modell
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.lightning_api import AcceleratorRegistry, rank_zero_warn
 from lightning_dpx.lightning.memory.profiling import DoesNotFitError
+from lightning_dpx.lightning.processes.one_process import OneProcess
 from lightning_dpx.lightning.strategy import DPXStrategy
 
 Found = TypeVar("Found")
@@ -50,8 +51,18 @@ def trainer_to_look(home: torch.device) -> dict[str, Any]:
     strategy: Any = "auto"
     if not is_host(home):
         # As in the run: Lightning's own strategies do not know every accelerator, and give some the autocast of CUDA.
-        strategy = DPXStrategy(verify="off")
+        strategy = strategy_to_look()
     return {**trainer_on([home]), "num_nodes": 1, "strategy": strategy, "num_sanity_val_steps": 0}
+
+
+def strategy_to_look(**options: Any) -> DPXStrategy:
+    """With it steps are looked at or timed in this process alone, and nothing is compared with one device.
+
+    Args:
+        options: Of the strategy.
+    """
+    # In a job of SLURM, or under torchrun, there would be others to wait for, none of which looks at a step.
+    return DPXStrategy(verify="off", cluster_environment=OneProcess(), **options)
 
 
 def on_its_device(

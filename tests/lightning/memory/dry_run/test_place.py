@@ -157,3 +157,13 @@ def test_one_device_stands_for_others_and_says_so() -> None:
     found = looked_at(Shallow(), Settings((sim_device(1), torch.device("sim:12"))))
     assert "run on sim:1, with the times of its model; it stands for all devices" in found.basis
     assert [forecast.device for forecast in found.forecasts] == ["sim:1", "sim:12"]
+
+
+def test_in_a_job_of_several_processes_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under SLURM and torchrun ``dpx plan`` waited for processes of the job, none of which plans."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    trainer = Trainer(**trainer_to_look(sim_device(0)), logger=False)
+    assert trainer.world_size == 1
