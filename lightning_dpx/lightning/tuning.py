@@ -351,7 +351,7 @@ def _tuned(
     )
     current = _rows_of(replicas, batch)
     profiles = StepProfiles(trainer, replicas, batch, current, settings, progress)
-    few = max(1, current // 4)
+    few = _fewer_rows(current)
     whole = _Line(profiles.of_slice, few, current)
     # Micro-batches add to gradients that are there already, which takes other memory
     # than the first.
@@ -577,6 +577,14 @@ def _seconds_of_update(trainer: Trainer, module: LightningModule, settings: Sett
     parameters = list(module.parameters())
     owners = owners_of(parameters, settings)
     return seconds_of_update(trainer.optimizers, parameters, owners, rates_of(device)) / trainer.accumulate_grad_batches
+
+
+def _fewer_rows(current: int) -> int:
+    """The rows of the smaller step that is profiled, of batches of ``current`` rows."""
+    # Batch norm does not train on one row, so two are taken where there are more. Through the same number of rows
+    # twice there is no line.
+    least = min(2, current - 1)
+    return max(1, least, current // 4)
 
 
 def _rows_of(replicas: ReplicaSet, batch: Any) -> int:

@@ -345,6 +345,12 @@ def test_a_batch_of_one_row_tells_of_others_in_proportion() -> None:
     assert two.compute == pytest.approx(2 * one.compute)
 
 
+@pytest.mark.parametrize("rows", [3, 7])
+def test_batch_norm_needs_more_than_one_row_of_a_small_batch(rows: int) -> None:
+    """A quarter of the rows was one, on which it raises an error."""
+    assert dpx.tune(Normed(), Rows(rows), devices=["cuda:0"], batch_sizes=(16,)).best is not None
+
+
 def test_without_rows_that_are_known_nothing_is_predicted() -> None:
     with pytest.raises(dpx.PlanError, match=r"Batches of other sizes cannot be made of the first one.*has a batch dim"):
         dpx.tune(Shallow(), Ragged())
