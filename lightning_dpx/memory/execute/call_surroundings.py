@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.call_draws import unseen
 from lightning_dpx.memory.execute.module_anatomy import Anatomy
 from lightning_dpx.torch_compat import AnyBatchNorm, AnyInstanceNorm, buffers_of, version_counter
@@ -28,13 +29,14 @@ class CallSurroundings:
         home: The device it runs on.
     """
 
-    __slots__ = ("_anatomy", "_autocast", "_buffers", "_held", "_num_threads", "_parameters", "_training")
+    __slots__ = ("_anatomy", "_autocast", "_buffers", "_held", "_num_threads", "_on_host", "_parameters", "_training")
 
     def __init__(self, anatomy: Anatomy, held: list[Any], home: torch.device) -> None:
         self._anatomy = anatomy
         self._held = held
         self._autocast = _autocast_state(home)
         self._num_threads = torch.get_num_threads()
+        self._on_host = is_host(home)
         self._training = anatomy.training()
         self._parameters = anatomy.versions()
         self._buffers: list[_Buffer] = []
@@ -81,7 +83,10 @@ class CallSurroundings:
             # in a thread of its own, with another share of the cores than its forward had.
             if (here := torch.get_num_threads()) != self._num_threads:
                 torch.set_num_threads(self._num_threads)
-                stack.callback(torch.set_num_threads, here)
+                # What a thread sets is for all that begin later. A replica on the host has its share of the cores back;
+                # autograd's thread of an accelerator has none, and an old number there would be that of new threads.
+                if self._on_host:
+                    stack.callback(torch.set_num_threads, here)
             if any(buffers_of(part) for part in self._anatomy.parts):
                 stack.enter_context(self._buffers_of_then(name))
             # Last: what stands in for buffers and parts is no attribute that anybody has set.

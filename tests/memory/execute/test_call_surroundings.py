@@ -1,5 +1,7 @@
 """What a call finds around itself is there again while it is made again, and as before afterwards."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,9 @@ from lightning_dpx.memory.execute.module_anatomy import Anatomy
 HOST = torch.device("cpu")
 
 
-def surroundings_of(module: nn.Module) -> CallSurroundings:
+def surroundings_of(module: nn.Module, home: torch.device = HOST) -> CallSurroundings:
     anatomy = Anatomy(module)
-    return CallSurroundings(anatomy, anatomy.state.marks(), HOST)
+    return CallSurroundings(anatomy, anatomy.state.marks(), home)
 
 
 def test_switches_and_autocast_are_those_of_the_call() -> None:
@@ -38,6 +40,25 @@ def test_as_many_threads_share_its_operators_as_in_the_call() -> None:
     afterwards = torch.get_num_threads()
     torch.set_num_threads(before)
     assert (within, afterwards) == (before, before + 1)
+
+
+def test_new_threads_have_the_number_of_the_caller_after_a_backward_on_an_accelerator() -> None:
+    """autograd's thread of a device may be older than the caller's number, and what a thread sets is for new ones."""
+    before = torch.get_num_threads()
+    then = surroundings_of(nn.Linear(2, 2), home=torch.device("meta"))
+
+    def old_thread() -> None:
+        torch.set_num_threads(before + 1)
+        with then.restored("net"):
+            pass
+
+    seen: list[int] = []
+    for task in (old_thread, lambda: seen.append(torch.get_num_threads())):
+        thread = threading.Thread(target=task)
+        thread.start()
+        thread.join()
+    torch.set_num_threads(before)  # also where this fails
+    assert seen == [before]
 
 
 def test_statistics_are_those_of_the_call_and_are_written_once() -> None:
