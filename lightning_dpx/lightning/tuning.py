@@ -36,7 +36,7 @@ from lightning_dpx.lightning.memory.dry_run.device_forecast import (
 )
 from lightning_dpx.lightning.memory.dry_run.dry_run import plan_step
 from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
-from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look
+from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look, with_index
 from lightning_dpx.lightning.memory.dry_run.settings import Settings, with_merged_replicas
 from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
@@ -310,7 +310,7 @@ def tune(
         raise ConfigurationError("devices is empty; give at least one device.")
     settings = with_merged_replicas(
         Settings(
-            devices=tuple(named_devices(devices)),
+            devices=tuple(map(with_index, named_devices(devices))),
             budget=None if budget is None else parse_bytes("budget", budget),
             planner=planner,
             micro_batches=micro_batches,

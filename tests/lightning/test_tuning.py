@@ -146,6 +146,12 @@ def test_the_best_is_the_smallest_that_is_about_as_fast_as_the_fastest() -> None
     assert "batch_size=16: 16 samples/s, peak 0.0 of 0.0 KiB on cpu  <- best" in str(found)
 
 
+def test_a_device_without_an_index_is_the_first() -> None:
+    """Named in two ways it would count as two devices."""
+    (found,) = dpx.tune(Shallow(), Rows(), devices=["cuda", "cuda:0"], batch_sizes=(256,)).batch_sizes
+    assert [(one.device, one.rows) for one in found.devices] == [("cuda:0", 256)]
+
+
 def test_replicas_on_one_processor_take_their_slices_as_one() -> None:
     alone, both = (
         dpx.tune(Shallow(), Rows(), devices=devices, batch_sizes=(256,)).batch_sizes[0]

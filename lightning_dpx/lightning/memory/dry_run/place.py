@@ -24,13 +24,14 @@ def device_there(devices: Sequence[torch.device]) -> torch.device | None:
     """The first accelerator of ``devices`` that this process, and a Trainer, can use; ``None`` where there is none."""
     usable = accelerators()
     known = AcceleratorRegistry.available_accelerators()
-    for device in map(_with_index, devices):
+    for device in map(with_index, devices):
         if device in usable and device.type in known:
             return device
     return None
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
+    """The device that a name means which need not be there; the CPU has no index."""
     # "cuda" names the first one here, whichever is the current one: forecasts are by index.
     if device.index is None and not is_host(device):
         return torch.device(device.type, 0)
@@ -106,6 +107,6 @@ def describe_measured(home: torch.device, others: Sequence[torch.device], *, on_
     how = "a step that was run" if not on_fewer_rows else "steps on fewer rows that were run"
     clock = "with the times of its model" if is_modelled(home) else "timed with what the host needs for it"
     told = f"from {how} on {home}, {clock}"
-    if any(_with_index(device) != home for device in others):
+    if any(with_index(device) != home for device in others):
         return f"{told}; it stands for all devices"
     return told
