@@ -15,11 +15,11 @@ def test_variables_of_a_launcher_are_not_heeded_and_stay(monkeypatch: pytest.Mon
     launched = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    before = vars(rank_zero_only).get("rank")
+    monkeypatch.setitem(vars(rank_zero_only), "rank", 1)
     strategy = dpx.DPXStrategy(cluster_environment=OneProcess(), verify="off")
     trainer = make_trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1)
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     trainer.fit(BoringModel())
     assert trainer.global_step == 1
     assert {name: os.environ[name] for name in launched} == launched, "for the runs that follow"
-    assert vars(rank_zero_only).get("rank") == before
+    assert vars(rank_zero_only)["rank"] == 1
