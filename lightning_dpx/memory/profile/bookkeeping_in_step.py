@@ -8,8 +8,8 @@ made and go. Steps whose operators take much longer are not run for it. Of a dev
 has waited for is left, and that may be nothing, or less: then the operators take less than alone.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median_low
@@ -92,21 +92,12 @@ def measured_in_step(
     # Of a step in which nothing is dropped there is nothing to tell, beside hooks that are called for every tensor.
     if by_values < least and not (is_wanted and made["dropped"]):
         sets = {}
-    kinds = dict[str, Practised | Replays]()
-    try:
-        for kind, dropped in sets.items():
-            kinds[kind] = _dropping(profile, module, dropped)
-        if away:
-            kinds[_OFFLOADED] = _offloading(profile, module, away)
-        if calls and (is_wanted or by_calls >= least):
-            kinds["replayed"] = Replays(module, [call.name for call in calls])
+    replayed = calls if is_wanted or by_calls >= least else []
+    with _planned(profile, module, sets, away, replayed) as kinds:
         # On accelerators the host's caches count in long steps as well, but for those that the device fills.
         is_long = profile.step_seconds > (_VERY_LONG if hides else _LONG)
         warm_up = 1 if is_long else _WARM_UP
         found = timer.in_a_row(partial(_least_in_turns, kinds, timer, forward, backward, warm_up))
-    finally:
-        for hooks in kinds.values():
-            hooks.remove()
     plain = found[""]
     if hides:
         # Of long steps there is one round, and one slow step would make all that comes on top look like nothing.
@@ -115,17 +106,45 @@ def measured_in_step(
     is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
     # What is hidden takes nothing, whatever it takes elsewhere.
     told = _of_values(cases, Bookkeeping() if hides else known, is_followed=is_followed)
-    least_share = _LEAST_SHARE if hides else 1.0
-    if hides and cases:
-        # A call consists of operators, which plans weigh it against: it takes no smaller share than they do, and the
-        # clock of a device changes from one step to the next.
-        least_share = _share(cases[0].spent, cases[0].operators)
+    least_share = _least_share(cases) if hides else 1.0
+    if cases:
         told = replace(told, operator_share=least_share, call_share=least_share)
     if "replayed" in found:
         told = _with_calls(told, found["replayed"] - plain, calls, by_calls, known, least_share)
     if away:
         told = replace(told, offload=max(0.0, found[_OFFLOADED] - plain) / len(away))
     return replace(told, step_seconds=plain)
+
+
+@contextmanager
+def _planned(
+    profile: Profile,
+    module: nn.Module,
+    sets: Mapping[str, Collection[int]],
+    away: Collection[int],
+    calls: Sequence[SavedCall],
+) -> Iterator[dict[str, Practised | Replays]]:
+    """The hooks of every kind of planned step, by its name; they are gone after the block.
+
+    Args:
+        profile: Of the step.
+        module: The model.
+        sets: Values that are dropped together.
+        away: Values that are offloaded.
+        calls: Those that are replayed.
+    """
+    kinds = dict[str, Practised | Replays]()
+    try:
+        for kind, dropped in sets.items():
+            kinds[kind] = _dropping(profile, module, dropped)
+        if away:
+            kinds[_OFFLOADED] = _offloading(profile, module, away)
+        if calls:
+            kinds["replayed"] = Replays(module, [call.name for call in calls])
+        yield kinds
+    finally:
+        for hooks in kinds.values():
+            hooks.remove()
 
 
 def _sets_to_drop(profile: Profile, *, by_size: bool) -> dict[str, list[int]]:
@@ -231,6 +250,17 @@ def _case_of(profile: Profile, dropped: Collection[int], made: Collection[int], 
     """What is left for bookkeeping of the seconds that a step takes longer."""
     operators = sum(profile.values[index].seconds for index in made)
     return _Case(len(made), count_places(profile, dropped), spent, operators)
+
+
+def _least_share(cases: Sequence[_Case]) -> float:
+    """Of the time that they take alone, what operators and calls take within a step at the least.
+
+    A call consists of operators, which plans weigh it against: it takes no smaller share than they do, and the clock of
+    a device changes from one step to the next.
+    """
+    if not cases:
+        return _LEAST_SHARE
+    return _share(cases[0].spent, cases[0].operators)
 
 
 def _share(spent: float, alone: float) -> float:
