@@ -105,7 +105,6 @@ class Place:
         if not self.is_real:
             yield
             return
-        self.traces.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history(context=None, max_entries=_MOST_BLOCKS)
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         try:
@@ -116,15 +115,18 @@ class Place:
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
         blocks = [(entry["action"], entry["addr"], entry["size"]) for entry in traced]
-        with gzip.open(self.traces / f"{name.replace(' ', '_')}.json.gz", "wt") as file:
+        with gzip.open(self._file(name, "json"), "wt") as file:
             json.dump({"blocks": blocks, "events": self._events(profiler)}, file)
 
     def keep(self, name: str, what: object) -> None:
         """A pickled object beside the recordings, to be looked at elsewhere."""
         if self.is_real:
-            self.traces.mkdir(parents=True, exist_ok=True)
-            with gzip.open(self.traces / f"{name.replace(' ', '_')}.pickle.gz", "wb") as file:
+            with gzip.open(self._file(name, "pickle"), "wb") as file:
                 pickle.dump(what, file)
+
+    def _file(self, name: str, kind: str) -> Path:
+        self.traces.mkdir(parents=True, exist_ok=True)
+        return self.traces / f"{name.replace(' ', '_')}.{kind}.gz"
 
     def _events(self, profiler: torch.profiler.profile) -> list[Event]:
         """Those that last or allocate on the device, without what else a trace says of them."""
