@@ -27,6 +27,7 @@ from lightning_dpx.memory.execute.similar_values import twins_of_calls
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
+from lightning_dpx.python_objects.interrupted_calls import is_on_stack
 from lightning_dpx.python_objects.object_graph import CopiedEmpty
 from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, saved_tensors_hooks_enabled, tree_leaves
 from lightning_dpx.units import format_mib
@@ -308,7 +309,7 @@ def _leave_interrupted() -> None:
     functions that called them had in their variables.
     """
     entered = _entered_here()
-    while entered and not _is_running(entered[-1].caller):
+    while entered and not is_on_stack(entered[-1].caller):
         _take_off(entered.pop())
 
 
@@ -317,14 +318,6 @@ def _take_off(interrupted: _Entered) -> None:
     error = KeyboardInterrupt()
     with STEP_ASIDE.hooks_of_others_off():
         interrupted.stack.__exit__(KeyboardInterrupt, error, None)
-
-
-def _is_running(code: FrameType) -> bool:
-    """Whether this thread is in ``code``, or in what that calls."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not code:
-        frame = frame.f_back
-    return frame is code
 
 
 class _RootHooks(CopiedEmpty):

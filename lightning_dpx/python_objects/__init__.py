@@ -14,6 +14,7 @@ compiled            what torch.compile has compiled, and runs without it
 gc_pause            Python's collector of cyclic garbage rests
 trial_garbage       what a trial of a step leaves in cycles is freed, and nothing older is searched
 other_threads       whether code of the user's own runs beside this thread
+interrupted_calls   whether a call still runs, where Ctrl-C may have ended it
 leave_no_trace      a run of a module that leaves no trace
 digest              a short text that tells runs apart by what they depend on
 """

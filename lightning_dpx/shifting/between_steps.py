@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_dpx.shifting.shift import LOOKS, in_shifted_step, writes_in_place
+from lightning_dpx.shifting.device_mode import LEFT_WHERE_THEY_ARE, in_shifted_step, writes_in_place
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 Pair = tuple[torch.device, torch.device]  # where the rest of a module runs, and where its shifted parts do
@@ -32,7 +32,7 @@ class BetweenSteps(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         # Operators on lists work item by item; steps bring their operands by themselves; autograd's threads get this
         # mode, too.
-        alone = name in LOOKS or name == "copy_" or name.startswith("_foreach_")
+        alone = name in LEFT_WHERE_THEY_ARE or name == "copy_" or name.startswith("_foreach_")
         if not self.pairs or alone or _has_one_side(args, kwargs):
             return func(*args, **kwargs)
         if in_shifted_step() or threading.get_ident() != self._thread:

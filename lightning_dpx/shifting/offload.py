@@ -15,8 +15,8 @@ from lightning_dpx.devices import OffloadedTensor, present_devices
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.prefetch import TensorPrefetcher
 from lightning_dpx.prefetch_order import PrefetchSlot
+from lightning_dpx.shifting.choose import Names, choose_modules
 from lightning_dpx.shifting.hooks import copied_part, remove_hooks_of
-from lightning_dpx.shifting.shift import Names, choose_modules
 from lightning_dpx.torch_compat import has_storage, key_of, version_counter
 
 # By identity, as some modules (metrics) have a hash of their own.

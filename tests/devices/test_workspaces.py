@@ -13,7 +13,7 @@ import lightning_dpx as dpx
 from lightning_dpx.devices import keeps_workspaces, take_workspaces
 from lightning_dpx.memory.profile import costs, profiler
 from lightning_dpx.replicas import replica_set
-from lightning_dpx.shifting.shift import apply_shift
+from lightning_dpx.shifting import apply_shift
 from tests.conftest import SIMULATED
 from tests.lightning.memory.test_planning import Tower, fit, loader
 
