@@ -78,7 +78,7 @@ class Ends(Shallow):
 
 @pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_only_what_does_not_fit_has_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["--model", "tests.commands.test_plan.Shallow", "--data", "tests.lightning.test_tuning.Rows"]
+    own = ["--model", "tests.commands.test_plan.Shallow", "--data", "tests.lightning.tuning.test_tune.Rows"]
     unreadable = tmp_path / "unreadable.yaml"
     unreadable.write_text("trainer: [\n")
     wrong = [
@@ -164,7 +164,7 @@ def _signals_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("model", ["InterruptedInAStep", "InterruptedInTheMaking"])
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_ctrl_c_ends_a_command_with_a_line_and_the_status_of_shells(command: str, model: str, capsys: Any) -> None:
-    arguments = ["--model", f"tests.test_cli.{model}", "--data", "tests.lightning.test_tuning.Rows", "--devices", "cpu"]
+    arguments = ["--model", f"tests.test_cli.{model}", "--data", "tests.lightning.tuning.test_tune.Rows", "--devices", "cpu"]
     assert main([command, *arguments, "--no-plan-cache"]) == 130
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-1] == "dpx: interrupted"

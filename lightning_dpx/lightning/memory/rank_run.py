@@ -13,9 +13,10 @@ from lightning_dpx.lightning.lightning_compat import set_device_mesh
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.dry_run.device_forecast import DeviceForecast
-from lightning_dpx.lightning.memory.dry_run.dry_run import DryRun, plan_step
+from lightning_dpx.lightning.memory.dry_run.dry_run import DryRun
 from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
+from lightning_dpx.lightning.memory.dry_run.slice_planners import plan_step
 from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, unlogged_step
 from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by

@@ -10,7 +10,6 @@ those of the step before, and else from when they come.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,21 +17,15 @@ import torch
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
-from lightning_dpx.lightning.memory.device_planner import DevicePlanner, micro_batches_of, say_why_whole
-from lightning_dpx.lightning.memory.dry_run.device_forecast import (
-    DeviceForecast,
-    beside_micro_batches,
-    forecast_device,
-    lasting_bytes,
-)
+from lightning_dpx.lightning.memory.device_planner import micro_batches_of, say_why_whole
+from lightning_dpx.lightning.memory.dry_run.device_forecast import DeviceForecast, forecast_device
 from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
+from lightning_dpx.lightning.memory.dry_run.slice_planners import SlicePlanners
 from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles
-from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.step_times import SliceOfStep, predicted_steps
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile
-from lightning_dpx.memory.plan_cache import found_or_planned
 from lightning_dpx.replicas import (
     ReplicaSet,
     UncuttableBatch,
@@ -140,26 +133,26 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     # returns none and may have run no backward at all.
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
-    inputs = bytes_of_tensors(batch)
     numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes))
     forecasts = []
     followed = []
     planners = []
-    held = lasting_bytes(trainer, module, settings, profiles.on_device(max(sizes)).others)
-    beside = beside_micro_batches(trainer, module, settings)
-    for device, size, static, number in zip(settings.devices, sizes, held, numbers, strict=True):
+    slices = SlicePlanners(
+        trainer,
+        module,
+        settings,
+        profiles.of_slice,
+        profiles.of_part,
+        numbers,
+        inputs=bytes_of_tensors(batch),
+        num_rows=num_rows,
+        others=profiles.on_device(max(sizes)).others,
+    )
+    for index, (device, size) in enumerate(zip(settings.devices, sizes, strict=True)):
         if size:
             progress(f"planning {device}")
-            static["inputs"] = inputs * size // num_rows
-            planner = DevicePlanner(
-                size,
-                number,
-                profiles.of_slice,
-                profiles.of_part,
-                partial(plan_step, module, settings),
-                seconds_each=seconds_of_a_micro_batch(device),
-                beside=beside,
-            )
+            static = slices.static_bytes(index, size)
+            planner = slices.planner(index, size)
             allowed = settings.budget_of(device)
             # The device itself need not be there to be asked, so a share is of what the step would take on it.
             if isinstance(allowed, float):
@@ -198,10 +191,3 @@ def _steps(
         rows=sum(forecast.rows for forecast in forecasts),
     )
     return predicted_steps(trainer, module, settings.devices, settings.reducer, machines, share)
-
-
-def plan_step(module: LightningModule, settings: Settings, profile: Profile, room: int | None) -> MemoryPlan:
-    plan, found = found_or_planned(settings.cache, module, profile, room, settings.planner)
-    if found:
-        settings.cache.say(f"dpx: the memory plan was found in the cache, in {settings.cache.path_of(found)}.")
-    return plan

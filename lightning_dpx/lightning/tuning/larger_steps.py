@@ -8,9 +8,9 @@ longer for more of them, up to where it has enough to do.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +19,8 @@ from lightning_dpx.devices import free_bytes
 from lightning_dpx.errors import describe_error
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
+from lightning_dpx.lightning.memory.dry_run.step_profiles import StepProfiles
+from lightning_dpx.lightning.tuning.profiles_by_rows import ProfilesByRows
 from lightning_dpx.memory import Profile
 
 _LONGEST_STEP = 0.5  # seconds: a longer one is beyond all caches as it is, and takes too long to be timed
@@ -124,3 +126,58 @@ def _first_items(loader: DataLoader[Any], count: int) -> list[Any]:
         many = getattr(loader.dataset, "__getitems__", None)
         items += many(indices) if callable(many) else [loader.dataset[index] for index in indices]
     return items
+
+
+class LargerStep(NamedTuple):
+    """What a step on more rows than the loader's batches have tells, as far as one could be timed.
+
+    Attributes:
+        slowdown: How much slower it is than on the line through two smaller ones.
+        busy_host: The share of its time in which the host was busy with it, or waited for the device.
+    """
+
+    slowdown: Slowdown = Slowdown()
+    busy_host: float = 0.0
+
+
+def timed_larger_step(
+    trainer: Trainer,
+    module: LightningModule,
+    profiles: StepProfiles,
+    whole: ProfilesByRows,
+    candidates: Sequence[int],
+    seconds_of_a_row: float,
+) -> LargerStep:
+    """Times a step on more rows, of ``candidates``, beside one on a batch of the loader."""
+    current = whole.more
+    known = rows_of_data(trainer)
+    # A batch size that was asked for may be larger than the data set, and then so many items cannot be loaded.
+    there = [rows for rows in candidates if known is None or rows <= known]
+    rows = rows_worth_timing(there, whole, current, seconds_of_a_row, profiles.home)
+    larger = None if rows is None else larger_batch(trainer, module, rows)
+    if larger is None or larger[1] <= current:
+        return LargerStep(busy_host=profiles.busy_host(current))
+    batch, rows = larger
+    try:
+        measured = profiles.on_batch(batch, rows).timed(rows)
+        # Timed again beside it: a profile may be of another day, from the cache.
+        usual = profiles.timed(current)
+    except Exception as error:  # noqa: BLE001  whatever the step does with so many rows
+        rank_zero_warn(
+            "dpx: the time of larger batches is taken from smaller ones alone: a step on "
+            f"{rows} rows failed ({describe_error(error)})."
+        )
+        return LargerStep(busy_host=profiles.busy_host(current))
+    expected = whole(rows).step_seconds / whole(current).step_seconds
+    factor = measured.whole / usual.whole / expected
+    return LargerStep(Slowdown(current, rows, factor, expected), measured.busy_host)
+
+
+def rows_of_data(trainer: Trainer) -> int | None:
+    """Rows of the data set that is trained on, where it tells."""
+    data = getattr(trainer.train_dataloader, "dataset", None)
+    try:
+        # An iterable data set has no length, or raises where it is asked.
+        return len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_dpx import MemoryPlan
-from lightning_dpx.lightning.beside_steps import BesideSteps, HostSeconds, Queue
-from lightning_dpx.lightning.empty_step import EmptySeconds
+from lightning_dpx.lightning.tuning.beside_steps import BesideSteps, HostSeconds, Queue
+from lightning_dpx.lightning.tuning.empty_step import EmptySeconds
 
 
 def test_on_the_host_one_comes_after_the_other() -> None:

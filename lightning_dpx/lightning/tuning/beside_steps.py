@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_dpx.lightning.empty_step import EmptySeconds
+from lightning_dpx.lightning.tuning.empty_step import EmptySeconds
 from lightning_dpx.memory import MemoryPlan
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.larger_steps import Slowdown, larger_batch, rows_worth_timing
 from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
+from lightning_dpx.lightning.tuning.larger_steps import Slowdown, larger_batch, rows_worth_timing
 from lightning_dpx.memory import Profile
 from tests.commands.test_plan import Shallow
 from tests.conftest import make_trainer

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_dpx.lightning import empty_step
-from lightning_dpx.lightning.empty_step import EmptyRun, EmptySeconds, seconds_of_empty_step, seconds_of_loading
+from lightning_dpx.lightning.tuning import empty_step
+from lightning_dpx.lightning.tuning.empty_step import EmptyRun, EmptySeconds, seconds_of_empty_step, seconds_of_loading
 from tests.conftest import SIMULATED, make_trainer, sim_device
 
 CPU = torch.device("cpu")
