@@ -43,6 +43,7 @@ from lightning_dpx.memory import (
     apply_plan,
     estimate_cost,
     register_planner,
+    register_recipe,
     remove_plan,
     search_plan,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "least_loaded_placement",
     "offload_activations",
     "register_planner",
+    "register_recipe",
     "register_reducer",
     "register_slicer",
     "remove_plan",

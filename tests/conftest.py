@@ -39,6 +39,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.devices import num_usable_cpus
+from lightning_dpx.memory.execute.recipes import RECIPES
+from lightning_dpx.memory.plan.problem import PLANNERS
+from lightning_dpx.reducers import REDUCERS
 from lightning_dpx.simulate.build import cached_library
 from tests.pairs import keep_every_pair
 
@@ -372,6 +375,19 @@ def assert_equal(
         torch.testing.assert_close(
             ours[name], value, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.fixture
+def own_registries() -> Iterator[None]:
+    """What the test registers, under names that other tests may use as well, is gone afterwards."""
+    before = [set(kind) for kind in (REDUCERS, PLANNERS)]
+    recipes = dict(RECIPES)
+    yield
+    for kind, names in zip((REDUCERS, PLANNERS), before, strict=True):
+        for name in set(kind) - names:
+            kind.unregister(name)
+    RECIPES.clear()
+    RECIPES.update(recipes)
 
 
 @pytest.fixture

@@ -164,7 +164,14 @@ def _signals_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("model", ["InterruptedInAStep", "InterruptedInTheMaking"])
 @pytest.mark.parametrize("command", ["plan", "tune"])
 def test_ctrl_c_ends_a_command_with_a_line_and_the_status_of_shells(command: str, model: str, capsys: Any) -> None:
-    arguments = ["--model", f"tests.test_cli.{model}", "--data", "tests.lightning.tuning.test_tune.Rows", "--devices", "cpu"]
+    arguments = [
+        "--model",
+        f"tests.test_cli.{model}",
+        "--data",
+        "tests.lightning.tuning.test_tune.Rows",
+        "--devices",
+        "cpu",
+    ]
     assert main([command, *arguments, "--no-plan-cache"]) == 130
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-1] == "dpx: interrupted"

@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.plan.problem import PLANNERS
-from lightning_dpx.reducers import REDUCERS
 
 QUIET = {
     "logger": False,
@@ -37,19 +35,15 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", dpx.__all__)
+@pytest.mark.usefixtures("own_registries")
 def test_the_example_of_a_public_name_runs(name: str, sim: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     text = inspect.getdoc(getattr(dpx, name)) or ""
     found = doctest.DocTestParser().get_doctest(text, dict(NAMES), name, None, None)
     assert found.examples, f"help(lightning_dpx.{name}) has no example"
-    registries = (REDUCERS, PLANNERS)
-    before = [set(registry) for registry in registries]
     printed: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     runner.run(found, out=printed.append)
-    for registry, known in zip(registries, before, strict=True):
-        for added in set(registry) - known:
-            registry.unregister(added)
     assert not runner.failures, "".join(printed)
 
 

@@ -1,13 +1,9 @@
 """The pages that explain a folder: what they name exists, and what they show runs."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from lightning_dpx.memory.plan.problem import PLANNERS
-from lightning_dpx.reducers.base import REDUCERS
 
 PACKAGE = Path(__file__).parent.parent / "lightning_dpx"
 PAGES = sorted(PACKAGE.rglob("README.md"))
@@ -54,21 +50,11 @@ def test_every_entry_of_the_overview_of_memory_planning_is_there() -> None:
         assert found.exists(), name
 
 
-@pytest.fixture
-def _own_registries() -> Iterator[None]:
-    """What a page registers is gone afterwards."""
-    before = [set(registry) for registry in (REDUCERS, PLANNERS)]
-    yield
-    for registry, names in zip((REDUCERS, PLANNERS), before, strict=True):
-        for name in set(registry) - names:
-            registry.unregister(name)
-
-
 # simulate() would change how many devices the other tests have
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent.name != "simulate"], ids=lambda p: p.parent.name
 )
-@pytest.mark.usefixtures("_own_registries")
+@pytest.mark.usefixtures("own_registries")
 def test_what_a_page_shows_runs(page: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks

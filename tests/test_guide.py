@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import lightning_dpx as dpx
 from examples.digits import DigitClassifier, DigitData
 from lightning_dpx import errors
 from lightning_dpx.cli import main
-from lightning_dpx.memory.plan.problem import PLANNERS
-from lightning_dpx.reducers import REDUCERS
 from tests.conftest import SIMULATED
 
 ROOT = Path(__file__).parent.parent
@@ -61,18 +58,8 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in sorted(lines) if line.startswith("dpx ")]
 
 
-@pytest.fixture
-def _own_registries() -> Iterator[None]:
-    """What a page registers is gone afterwards."""
-    before = [set(registry) for registry in (REDUCERS, PLANNERS)]
-    yield
-    for registry, names in zip((REDUCERS, PLANNERS), before, strict=True):
-        for name in set(registry) - names:
-            registry.unregister(name)
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-@pytest.mark.usefixtures("_own_registries")
+@pytest.mark.usefixtures("own_registries")
 def test_every_block_of_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.stem in NEEDS_SIMULATION and SIMULATED:
         pytest.skip(SIMULATED)

@@ -35,6 +35,7 @@ def test_the_public_names_are_frozen_and_sorted() -> None:
         "least_loaded_placement",
         "offload_activations",
         "register_planner",
+        "register_recipe",
         "register_reducer",
         "register_slicer",
         "remove_plan",

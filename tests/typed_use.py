@@ -103,4 +103,5 @@ except (
 ) as error:
     show(error)
 
-show(dpx.register_planner, dpx.register_reducer, dpx.register_slicer, dpx.DPXPrecision, dpx.__version__)
+show(dpx.register_planner, dpx.register_recipe, dpx.register_reducer, dpx.register_slicer)
+show(dpx.DPXPrecision, dpx.__version__)

@@ -18,6 +18,7 @@ apply           a plan put on a module, and taken off: apply_plan
 """
 
 from lightning_dpx.memory.apply import AppliedPlan, applied_plan, apply_plan, planned, remove_plan
+from lightning_dpx.memory.execute.recipes import register_recipe
 from lightning_dpx.memory.micro_batches import plan_in_micro_batches
 from lightning_dpx.memory.module_step import profile_module, sum_of
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
@@ -73,6 +74,7 @@ __all__ = [
     "profile_step",
     "profile_unsharded",
     "register_planner",
+    "register_recipe",
     "remove_plan",
     "scaled",
     "search_plan",

@@ -11,7 +11,8 @@ to the node. It repeats the very operator on the very inputs, so the result is t
 ``node.saved(name)`` is an input that the operator kept, ``node.edge(i)`` the i-th input along the graph,
 ``node.operand(i)`` likewise, or what the call got in its place (see
 :mod:`lightning_dpx.memory.execute.untracked_inputs`), and any other attribute an argument that is no tensor. A recipe
-that cannot work for this call raises :class:`NotRecomputable`.
+that cannot work for this call raises :class:`NotRecomputable`. Recipes of one's own are added by
+:func:`register_recipe`.
 """
 
 # Importing a file registers its recipes.
@@ -33,6 +34,7 @@ from lightning_dpx.memory.execute.recipes.registry import (
     NotRecomputable,
     recipe,
     recipe_for,
+    register_recipe,
     view,
 )
 
@@ -50,6 +52,7 @@ __all__ = [
     "recipe",
     "recipe_for",
     "recurrent",
+    "register_recipe",
     "second_order",
     "shapes",
     "view",

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.errors import ConfigurationError
+
 Recipe = Callable[[Any], tuple[Callable[..., torch.Tensor], Sequence[Any]]]
 RECIPES: dict[str, Recipe] = {}
 VIEWS: set[str] = set()  # names among them: nothing is allocated, and it is done again for everybody who looks
@@ -27,6 +29,54 @@ def recipe(*names: str) -> Callable[[Recipe], Recipe]:
             if RECIPES.setdefault(name, function) is not function:
                 raise ValueError(f"There is a recipe for {name} already.")
         return function
+
+    return add
+
+
+def register_recipe(*names: str) -> Callable[[Recipe], Recipe]:
+    """A decorator: how what a kind of autograd node makes is computed again, so that a plan may drop it.
+
+    The node of an operator is called as ``tensor.grad_fn.name()`` says; that of a :class:`torch.autograd.Function` by
+    its class, with ``Backward`` behind it. The recipe gets the node in the forward, and returns a function and the
+    tensors that it is called with: ``node.edge(i)`` is the i-th input along the graph, ``node.saved("self")`` one that
+    an operator of torch has kept, and other attributes are what the node noted of arguments that are no tensors. It
+    must not hold on to the node, and raises ``lightning_dpx.memory.execute.recipes.NotRecomputable`` where this call
+    cannot be repeated. What it makes must be the same bits: planning compares, and keeps what differs.
+
+    Args:
+        names: Of the nodes.
+
+    Raises:
+        ConfigurationError: a name is none, or has a recipe already; or what is decorated cannot be called.
+
+    Examples:
+        >>> class Cube(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x**3
+        ...     @staticmethod
+        ...     def backward(ctx, gradient):
+        ...         (x,) = ctx.saved_tensors
+        ...         return 3 * x**2 * gradient
+        >>> @dpx.register_recipe("CubeBackward")
+        ... def cube(node):
+        ...     return lambda x: x**3, [node.edge(0)]
+    """
+    for name in names or ("",):
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(
+                f"register_recipe({name!r}) is not allowed; give names of autograd nodes, as in "
+                '@register_recipe("GeluBackward0"): tensor.grad_fn.name() says them.'
+            )
+    taken = [name for name in names if name in RECIPES]
+    if taken:
+        raise ConfigurationError(f"register_recipe({taken[0]!r}): nodes of this name have a recipe already.")
+
+    def add(function: Recipe) -> Recipe:
+        if not callable(function):
+            raise ConfigurationError(f"{function!r} is no recipe for {names[0]}; decorate a function of the node.")
+        return recipe(*names)(function)
 
     return add
 

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+import lightning_dpx as dpx
 from lightning_dpx.memory.execute.recipes import registry
 
 
@@ -44,3 +46,63 @@ def test_a_recipe_of_saved_tensors_falls_back_to_the_edges() -> None:
     operator, inputs = registry.of_saved(torch.mul, "_saved_self", "_saved_other")(Node())
     assert operator is torch.mul
     assert list(inputs) == ["_saved_self or edge 0", "_saved_other or edge 1"]
+
+
+class Cube(torch.autograd.Function):
+    """Of somebody's own: no other recipe makes what it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+class Cubes(nn.Module):
+    """Rows (B, 8) to (B, 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 256), nn.Linear(256, 256), nn.Linear(256, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(Cube.apply(self.second(Cube.apply(self.first(rows)))))
+
+
+def smallest(module: nn.Module) -> int:
+    """The least bytes of activations that a plan reaches."""
+    with pytest.raises(dpx.BudgetError) as told:
+        dpx.search_plan(module, torch.ones(512, 8), budget=1)
+    return told.value.smallest
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_recipe_of_ones_own_lets_a_plan_drop_what_a_function_makes() -> None:
+    kept = smallest(Cubes())
+    dpx.register_recipe("CubeBackward")(lambda node: (lambda x: x**3, [node.edge(0)]))
+    assert smallest(Cubes()) < 0.9 * kept
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_what_a_recipe_makes_otherwise_is_kept() -> None:
+    kept = smallest(Cubes())
+    dpx.register_recipe("CubeBackward")(lambda node: (lambda x: x**2, [node.edge(0)]))
+    assert smallest(Cubes()) == kept
+
+
+@pytest.mark.parametrize(
+    ("names", "function", "told"),
+    [
+        ((), len, r"register_recipe\(''\) is not allowed; give names of autograd nodes"),
+        ((3,), len, r"register_recipe\(3\) is not allowed"),
+        (("AddmmBackward0",), len, "nodes of this name have a recipe already"),
+        (("MineBackward",), 3, "3 is no recipe for MineBackward; decorate a function of the node"),
+    ],
+)
+def test_recipes_that_are_none(names: tuple[str, ...], function: object, told: str) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=told):
+        dpx.register_recipe(*names)(function)
