@@ -78,7 +78,7 @@ class Ends(Shallow):
 
 @pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_only_what_does_not_fit_has_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["--model", "tests.commands.test_plan.Shallow", "--data", "tests.lightning.tuning.test_tune.Rows"]
+    own = ["--model", "tests.commands.test_plan.Shallow", "--data", "tests.lightning.tuning.test_batch_size_tuner.Rows"]
     unreadable = tmp_path / "unreadable.yaml"
     unreadable.write_text("trainer: [\n")
     wrong = [
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_a_command_with_a_line_and_the_status_of_shells(command: str
         "--model",
         f"tests.test_cli.{model}",
         "--data",
-        "tests.lightning.tuning.test_tune.Rows",
+        "tests.lightning.tuning.test_batch_size_tuner.Rows",
         "--devices",
         "cpu",
     ]

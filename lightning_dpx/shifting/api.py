@@ -63,6 +63,7 @@ def apply_shift(module: nn.Module, activations: Names, shifts: Mapping[Any, Any]
     """:func:`shift_activations` without a run."""
     if module in SHIFTS:
         raise ConfigurationError("The module is shifted already; call unshift_activations(module) first.")
+    # All that can be wrong with the arguments is found before the first tensor moves.
     placed = check_shifts(shifts)
     chosen = choose_modules(module, activations)
     source = source_of(module, placed)

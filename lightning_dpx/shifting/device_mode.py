@@ -148,6 +148,7 @@ class DeviceMode(TorchFunctionMode):
             return func(*args, **kwargs)  # autograd's threads get this mode too, if backward runs inside of the step
         if self.is_left_behind():
             return func(*args, **kwargs)
+        # Modes see functions, and methods and attributes of tensors under the names that they have there.
         name = getattr(func, "__name__", "")
         if name in LEFT_WHERE_THEY_ARE:
             if name in _READS and args:

@@ -16,7 +16,9 @@ from tests.conftest import SIMULATED
 pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 
-def config(folder: Path, data: str = "tests.lightning.tuning.test_tune.Rows", strategy: str = "auto") -> str:
+def config(
+    folder: Path, data: str = "tests.lightning.tuning.test_batch_size_tuner.Rows", strategy: str = "auto"
+) -> str:
     path = folder / "config.yaml"
     path.write_text(
         "trainer:\n  accelerator: cpu\n  devices: 1\n  max_epochs: 1\n  logger: false\n  enable_checkpointing: false\n"

@@ -17,6 +17,7 @@ class ModelledPace:
         self._whole = whole
         rates = rates_of(profiles.home)
         self._known: dict[int, float] = {}
+        # Times of a model grow with the rows, but for what every kernel takes however few there are: a line.
         for rows in (whole.few, whole.more):
             seconds = profiles.seconds(rows, profiles.home, rates)
             self._known[rows] = seconds.forward + seconds.backward

@@ -54,6 +54,7 @@ class SizeForecasts:
             return float("inf")
         # A micro-batch is a step on its own rows, whose tensors are as small as those of a smaller batch.
         at_once = -(-rows // plan.micro_batches)
+        # The share is of the step in one piece, and has what cutting it costs in it.
         seconds = self._whole(rows).step_seconds * (1 + (plan.recompute_share or 0.0))
         return seconds * self._pace(at_once)
 

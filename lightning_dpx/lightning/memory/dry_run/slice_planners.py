@@ -48,6 +48,7 @@ class SlicePlanners:
         self._numbers = numbers
         self._inputs = inputs
         self._num_rows = num_rows
+        # These are the same for all numbers of rows, and are found once: batch sizes are tried by the dozen.
         self._plan = partial(plan_step, module, settings)
         self._beside = beside_micro_batches(trainer, module, settings)
         self._lasting = lasting_bytes(trainer, module, settings, others)
@@ -73,6 +74,7 @@ class SlicePlanners:
 def plan_step(module: LightningModule, settings: Settings, profile: Profile, room: int | None) -> MemoryPlan:
     """The plan of a step for so many bytes of activations, from the cache of the settings where it is there."""
     plan, found = found_or_planned(settings.cache, module, profile, room, settings.planner)
+    # Said, as the figures are then those of the run that has filled the cache.
     if found:
         settings.cache.say(f"dpx: the memory plan was found in the cache, in {settings.cache.path_of(found)}.")
     return plan

@@ -69,6 +69,7 @@ def register_recipe(*names: str) -> Callable[[Recipe], Recipe]:
                 f"register_recipe({name!r}) is not allowed; give names of autograd nodes, as in "
                 '@register_recipe("GeluBackward0"): tensor.grad_fn.name() says them.'
             )
+    # Torch's own operators have theirs, and plans that were made before another one came would be others.
     taken = [name for name in names if name in RECIPES]
     if taken:
         raise ConfigurationError(f"register_recipe({taken[0]!r}): nodes of this name have a recipe already.")

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning import DeviceForecast, Settings, dry_run, tuning
+from lightning_dpx.lightning import Settings, dry_run
 from lightning_dpx.lightning.memory.dry_run import place
 from lightning_dpx.lightning.memory.profiling import TimedSlice
-from lightning_dpx.lightning.tuning import BatchSizeForecast, TuneOptions, tune_batch_size
+from lightning_dpx.lightning.tuning import TuneOptions, batch_size_tuner, tune_batch_size
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.memory.profile import costs, timing_effort
 from lightning_dpx.memory.profile.roofline import rates_of
@@ -136,29 +136,10 @@ def test_what_does_not_fit_is_never_the_best() -> None:
     assert nothing.fastest(3) == []
 
 
-def test_the_best_is_the_smallest_that_is_about_as_fast_as_the_fastest() -> None:
-    device = DeviceForecast("cpu", 8, 1, 1, 1, 0, 0, 0, None, 0)
-    times = {8: 1.0, 16: 1.0, 32: 1.99, 64: 3.98}  # samples per second: 8, 16, 16.1, 16.1
-    found = dpx.Tuning(tuple(BatchSizeForecast(size, (device,), seconds) for size, seconds in times.items()), 8)
-    assert found.best is not None
-    assert found.best.batch_size == 16
-    assert [one.batch_size for one in found.fastest(3)] == [16, 32, 64]
-    assert "batch_size=16: 16 samples/s, peak 0.0 of 0.0 KiB on cpu  <- best" in str(found)
-
-
 def test_a_device_without_an_index_is_the_first() -> None:
     """Named in two ways it would count as two devices."""
     (found,) = dpx.tune(Shallow(), Rows(), devices=["cuda", "cuda:0"], batch_sizes=(256,)).batch_sizes
     assert [(one.device, one.rows) for one in found.devices] == [("cuda:0", 256)]
-
-
-def test_replicas_on_one_processor_take_their_slices_as_one() -> None:
-    alone, both = (
-        dpx.tune(Shallow(), Rows(), devices=devices, batch_sizes=(256,)).batch_sizes[0]
-        for devices in (["cuda:0"], ["cuda:0", "cuda:0"])
-    )
-    assert both.compute == pytest.approx(alone.compute)
-    assert [device.peak for device in both.devices] == [device.peak for device in alone.devices]
 
 
 class SlowStep(torch.optim.SGD):
@@ -210,7 +191,7 @@ class SlowlyCalled(SlowlyUpdated):
 def taken_for_real(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulated devices have the time that passes, as real ones have."""
     gc.collect()  # what other tests left on the devices
-    for module in (costs, place, tuning):
+    for module in (costs, place, batch_size_tuner):
         monkeypatch.setattr(module, "is_modelled", lambda device: False)
     yield
     gc.collect()
@@ -266,14 +247,6 @@ def test_every_peak_is_that_of_a_run_with_this_batch_size_on_the_device() -> Non
         assert taken <= device.peak * 1.02
 
 
-@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-def test_the_speed_of_a_simulated_device_is_that_of_its_model() -> None:
-    fakes = dpx.tune(Shallow(), Rows(), devices=["sim:0"], batch_sizes=(64, 1024), dry=True)
-    found = dpx.tune(Shallow(), Rows(), devices=["sim:0"], batch_sizes=(64, 1024))
-    for one, other in zip(found.batch_sizes, fakes.batch_sizes, strict=True):
-        assert one.seconds == pytest.approx(other.seconds, rel=0.01)
-
-
 def test_on_devices_that_are_not_here_the_optimizer_counts_by_its_bytes() -> None:
     one, two = dpx.tune(SlowlyUpdated(), SlowlyLoaded(), devices=["cuda:0"], batch_sizes=(64, 256)).batch_sizes
     held = sum(parameter.nbytes for parameter in SlowlyUpdated().parameters())
@@ -321,13 +294,6 @@ def test_what_a_step_logs_is_logged_in_the_step_that_is_timed(monkeypatch: pytes
         assert set(names) == {"loss", "rate"}
 
 
-def test_sizes_that_are_looked_at_unless_some_are_given() -> None:
-    assert TuneOptions().sizes(64, 1) == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-    assert TuneOptions(most_rows=300).sizes(64, 1) == [16, 32, 64, 128, 256], "no batch is larger than the data"
-    assert TuneOptions().sizes(4, 3)[:2] == [4, 8], "every device gets a row"
-    assert TuneOptions((8, 2, 8)).sizes(64, 1) == [2, 8]
-
-
 def test_nothing_is_trained_and_nothing_is_changed() -> None:
     module = Shallow()
     before = copy.deepcopy(module.state_dict())
@@ -345,12 +311,6 @@ class Ragged(Rows):
         return DataLoader(range(64), 8, collate_fn=lambda rows: {"number": len(rows)})
 
 
-def test_a_batch_of_one_row_tells_of_others_in_proportion() -> None:
-    one, two = dpx.tune(Shallow(), Rows(1), devices=["cuda:0"], batch_sizes=[1, 2]).batch_sizes
-    assert two.devices[0].unplanned == pytest.approx(2 * one.devices[0].unplanned, rel=0.01)
-    assert two.compute == pytest.approx(2 * one.compute)
-
-
 @pytest.mark.parametrize("rows", [3, 7])
 def test_batch_norm_needs_more_than_one_row_of_a_small_batch(rows: int) -> None:
     """A quarter of the rows was one, on which it raises an error."""
@@ -360,14 +320,6 @@ def test_batch_norm_needs_more_than_one_row_of_a_small_batch(rows: int) -> None:
 def test_without_rows_that_are_known_nothing_is_predicted() -> None:
     with pytest.raises(dpx.PlanError, match=r"Batches of other sizes cannot be made of the first one.*has a batch dim"):
         dpx.tune(Shallow(), Ragged())
-
-
-@pytest.mark.parametrize("sizes", [(0,), (8, -1), (True,), (2.0,)])
-def test_batch_sizes_that_are_none(sizes: Any) -> None:
-    with pytest.raises(
-        dpx.ConfigurationError, match=r"batch_sizes=.* is not allowed: .* is no positive number of rows"
-    ):
-        dpx.tune(Shallow(), Rows(), batch_sizes=sizes)
 
 
 @pytest.mark.parametrize("sizes", [8, "8,16"])
