@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_dpx"
 PAGES = sorted(PACKAGE.rglob("README.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(PACKAGE)))
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = re.findall(r"`([\w/]+\.(?:py|cpp))`", page.read_text())
     assert named
@@ -52,7 +52,9 @@ def test_every_entry_of_the_overview_of_memory_planning_is_there() -> None:
 
 # simulate() would change how many devices the other tests have
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name != "simulate"], ids=lambda p: p.parent.name
+    "page",
+    [page for page in PAGES if page.parent.name != "simulate"],
+    ids=lambda page: str(page.parent.relative_to(PACKAGE)),
 )
 @pytest.mark.usefixtures("own_registries")
 def test_what_a_page_shows_runs(page: Path) -> None:
@@ -63,5 +65,5 @@ def test_what_a_page_shows_runs(page: Path) -> None:
 
 
 def test_every_room_of_the_package_has_a_page() -> None:
-    rooms = {"lightning", "memory", "reducers", "replicas", "shifting", "simulate"}
-    assert rooms <= {page.parent.name for page in PAGES}
+    rooms = {"lightning", "lightning/memory", "memory", "reducers", "replicas", "shifting", "simulate"}
+    assert rooms <= {str(page.parent.relative_to(PACKAGE)) for page in PAGES}
