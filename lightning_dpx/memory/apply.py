@@ -20,11 +20,11 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
-from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.similar_values import twins_of_calls
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
+from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.python_objects.interrupted_calls import is_on_stack

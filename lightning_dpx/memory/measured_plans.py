@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_dpx.devices import canonical_device, is_host
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.practised import Practised
-from lightning_dpx.memory.execute.replays import Replays
+from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
 from lightning_dpx.memory.profile import timing_effort

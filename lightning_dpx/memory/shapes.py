@@ -17,7 +17,8 @@ from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.forecast import Forecast
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.joint import plan_devices, with_figures
-from lightning_dpx.memory.plan.make_plan import lower_bound, plan_profile
+from lightning_dpx.memory.plan.lower_bound import lower_bound
+from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile.data import Profile

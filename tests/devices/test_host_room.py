@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import HostRoom
-from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel, WatchedReplay
 from lightning_dpx.memory.profile.profiler import profile_step
@@ -107,7 +107,7 @@ class FullInTrials(CostModel):
     def room_for_step(self) -> HostRoom:
         return HostRoom(lambda: self._left)
 
-    def watched_replay(self, replay: Replay) -> WatchedReplay:
+    def watched_replay(self, replay: WholeCallReplay) -> WatchedReplay:
         self._left = 0
         try:
             return super().watched_replay(replay)

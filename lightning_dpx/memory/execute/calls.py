@@ -8,7 +8,7 @@ autograd saves within the call and that nothing in the graph can make, the call 
 as ``torch.utils.checkpoint`` calls it, with hooks that catch what autograd saves, number by number.
 
     forward    enter -> Call      notes its arguments, weakly        leave -> marks what it returns
-    backward   Replay(arguments) -> ReplayOutputs -> select_output(outcome, key)   nothing else remains
+    backward   SelectiveReplay(arguments) -> ReplayOutputs -> select_output(outcome, key)   nothing else remains
 
 [Note: what cannot be made again] A call that could be told from the first one is refused: it changes parameters,
 buffers (but for the statistics of norms, of which the second call gets copies) or its arguments, or anything that its
@@ -185,7 +185,7 @@ class Call:
             self.draws.check_end(self.name)
 
 
-class Replay:
+class SelectiveReplay:
     """Makes a call again, for what is wanted of it.
 
     Attributes:

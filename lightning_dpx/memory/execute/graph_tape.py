@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.memory.execute.call_arguments import Argument
-from lightning_dpx.memory.execute.calls import Call, OutputKey, Replay, returned_by, select_output
+from lightning_dpx.memory.execute.calls import Call, OutputKey, SelectiveReplay, returned_by, select_output
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes import VIEWS, NotNoted, NotRecomputable, recipe_for
@@ -144,14 +144,14 @@ class GraphTape:
         outcome: Value | None = call.outcome() if call.outcome is not None else None
         if outcome is None:
             outcome = Value("", f"a call of {type(call.module).__name__}")
-            outcome.learn(Replay(call), [self._argument(argument) for argument in call.arguments.tensors])
+            outcome.learn(SelectiveReplay(call), [self._argument(argument) for argument in call.arguments.tensors])
             outcome.dropped = True
             for source in outcome.sources:
                 source.want()
             # Weakly: the value holds the call, and cycles would live until Python looks for them,
             # which it does not while a planned forward runs.
             call.outcome = weakref.ref(outcome)
-        assert isinstance(outcome.make, Replay), "it is a call"
+        assert isinstance(outcome.make, SelectiveReplay), "it is a call"
         outcome.make.want(key, size, dtype)
         return outcome, key
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.calls import Replay
+from lightning_dpx.memory.execute.calls import SelectiveReplay
 from lightning_dpx.memory.execute.flat_units import is_flat_unit
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.torch_compat import key_of, parameters_of
@@ -89,7 +89,7 @@ class ShardedUnits:
             return self._needed[value]
         units: set[str] = set()
         # A call of a module may use any parameters, which its inputs do not tell.
-        if isinstance(value.make, Replay):
+        if isinstance(value.make, SelectiveReplay):
             units.add(_ELSEWHERE)
         if value.make is None:
             units |= self._unit_of_tensor(value.tensor)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from lightning_dpx.devices import is_host
-from lightning_dpx.memory.execute.calls import Replay
+from lightning_dpx.memory.execute.calls import SelectiveReplay
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.torch_compat import (
@@ -268,7 +268,7 @@ def read(entry: Any) -> Any:
 def compute(wanted: Value) -> torch.Tensor:
     """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
     is_plain = _surroundings_are_plain()
-    if is_plain and not isinstance(wanted.make, Replay) and _has_all(wanted):  # as it is nearly always
+    if is_plain and not isinstance(wanted.make, SelectiveReplay) and _has_all(wanted):  # as it is nearly always
         made_now = wanted.tensor = run_recipe(wanted)
         used(wanted)
         return made_now
@@ -330,7 +330,7 @@ class _Computation:
                     missing.sort(key=_has_all, reverse=True)
                 stack += missing
                 continue
-            if isinstance(value.make, Replay):
+            if isinstance(value.make, SelectiveReplay):
                 return
             value.tensor = run_recipe(value)
             stack.pop()
@@ -386,7 +386,7 @@ class _Computation:
 
 def repeat(value: Value) -> torch.Tensor:
     """One operator or call, on inputs that are there, as backward will make it."""
-    if isinstance(value.make, Replay):
+    if isinstance(value.make, SelectiveReplay):
         return run_recipe(value)
     with torch.no_grad(), DisableAutocast():
         return run_recipe(value)

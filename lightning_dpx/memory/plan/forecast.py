@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_dpx.memory.plan.recomputed_values import Outline, values_of_choice
-from lightning_dpx.memory.plan.step_replay import BeyondLimitsError, Limits, StepReplay
+from lightning_dpx.memory.plan.step_simulation import BeyondLimitsError, Limits, StepSimulation
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.drop_sites import seconds_of_places
 
@@ -114,9 +114,9 @@ class Forecaster:
             most_bytes: A choice that takes more is out of the question; to find that out takes less work.
             most_seconds: One that takes longer is out of the question, too.
         """
-        replay = self._replay(dropped, uncached, Limits(self._most_computed, most_bytes, most_seconds))
+        simulation = self._simulation(dropped, uncached, Limits(self._most_computed, most_bytes, most_seconds))
         try:
-            return self._run(replay)
+            return self._run(simulation)
         except BeyondLimitsError:
             # A peak that no budget allows, so that no planner need ask whether the step was played
             # to its end.
@@ -124,28 +124,28 @@ class Forecaster:
 
     def timeline(self, dropped: Collection[int], uncached: Collection[int] = ()) -> tuple[Forecast, np.ndarray]:
         """The forecast, and bytes of activations at every event of such a step (E)."""
-        replay = self._replay(dropped, uncached, Limits(self._most_computed))
+        simulation = self._simulation(dropped, uncached, Limits(self._most_computed))
         try:
-            return self._run(replay), replay.curve.most()
+            return self._run(simulation), simulation.curve.most()
         except BeyondLimitsError:
             return Forecast(_OUT_OF_QUESTION, 0, float("inf")), np.full_like(self._outline.curve, _OUT_OF_QUESTION)
 
-    def _replay(self, dropped: Collection[int], uncached: Collection[int], limits: Limits) -> StepReplay:
-        return StepReplay(self._outline, values_of_choice(self._outline, dropped, uncached), limits)
+    def _simulation(self, dropped: Collection[int], uncached: Collection[int], limits: Limits) -> StepSimulation:
+        return StepSimulation(self._outline, values_of_choice(self._outline, dropped, uncached), limits)
 
-    def _run(self, replay: StepReplay) -> Forecast:
+    def _run(self, simulation: StepSimulation) -> Forecast:
         try:
-            peak, kept = replay.run()
+            peak, kept = simulation.run()
         finally:
             # Also of a step that was given up: that has taken its time as well.
-            self.work += len(self._profile.curve) + len(self._profile.values) + replay.work.computations
-        return Forecast(peak, kept.num_bytes, replay.work.seconds + _exposed(self._profile, replay))
+            self.work += len(self._profile.curve) + len(self._profile.values) + simulation.work.computations
+        return Forecast(peak, kept.num_bytes, simulation.work.seconds + _exposed(self._profile, simulation))
 
 
-def _exposed(profile: Profile, replay: StepReplay) -> float:
+def _exposed(profile: Profile, simulation: StepSimulation) -> float:
     """Seconds of the copies that no computation hides."""
-    out = [profile.values[index].copying for index in replay.offloaded.order]
-    back = replay.work.fetches
+    out = [profile.values[index].copying for index in simulation.offloaded.order]
+    back = simulation.work.fetches
     # Streams, events and pinned memory: nothing hides that where the device waits for the host.
     by_host = profile.overhead.per_offload * len(out)
     # The device waits for every copy, so nothing hides any of them.
@@ -153,7 +153,7 @@ def _exposed(profile: Profile, replay: StepReplay) -> float:
         return sum(out) + sum(back) + by_host
     forward = profile.forward_seconds
     # Copies back hide behind recomputation as well.
-    backward = profile.step_seconds - forward + replay.work.seconds
+    backward = profile.step_seconds - forward + simulation.work.seconds
     exposed_out = max(sum(out) - forward, max(out, default=0.0))
     exposed_back = max(sum(back) - backward, max(back, default=0.0))
     return exposed_out + exposed_back + HIDDEN_SHARE * (sum(out) + sum(back)) + by_host

@@ -1,70 +1,26 @@
 """From a profile and a budget to a plan: the planner that was asked for, or the best of all."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import budget_error, of_compiled_whole, surely_needed
-from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
-from lightning_dpx.memory.plan.offload import least_seconds_with_offloading, ways_to_offload
-from lightning_dpx.memory.plan.plan import Action, Decision, MemoryPlan, Model, fingerprint_of
-from lightning_dpx.memory.plan.planners.milp import programmed
-from lightning_dpx.memory.plan.planners.optimal import OptimalPlanner, lowest
-from lightning_dpx.memory.plan.planners.search import SearchPlanner
-from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem, best, register_planner
+from lightning_dpx.memory.plan.code_shares import shares_for, with_shares
+from lightning_dpx.memory.plan.decisions import decisions_about_calls, decisions_about_code, decisions_about_values
+from lightning_dpx.memory.plan.lower_bound import bound_of_plans
+from lightning_dpx.memory.plan.offload import ways_to_offload
+from lightning_dpx.memory.plan.plan import MemoryPlan, Model, fingerprint_of
+from lightning_dpx.memory.plan.planners.auto import AutoPlanner, SmallestPlanner
+from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
-from lightning_dpx.memory.plan.solvers.bounds import least_bytes, least_seconds
-from lightning_dpx.memory.plan.solvers.highs import require_solver
+from lightning_dpx.memory.plan.solvers.bounds import least_bytes
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
-from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, Profile, SavedValue
+from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, Profile
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.units import format_bytes, format_least
 
 _NEAR = 1.35  # times the extra time of the best: a plan that is said to take so much may be faster
-
-
-@register_planner("auto")
-class AutoPlanner(Planner):
-    """What ``"search"`` and ``"optimal"`` find, whichever is better; alone, or beside calls that are replayed."""
-
-    replays = True
-
-    def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """The fastest within the budget; without one, the smallest."""
-        planners: list[Planner] = [SearchPlanner(), OptimalPlanner()]
-        return best(problem, [planner.choose(problem, budget) for planner in planners], budget)
-
-
-class SmallestPlanner(Planner):
-    """The plan with the lowest peak, however slow: used for refusals, and as a start for filling up."""
-
-    name = "smallest"
-
-    def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """The lowest peak, whatever the budget."""
-        return best(problem, [SearchPlanner().choose(problem, None), lowest(problem)], None)
-
-
-@register_planner("milp")
-class MilpPlanner(Planner):
-    """Mixed-integer programming alone; see :mod:`lightning_dpx.memory.plan.planners.milp`."""
-
-    def choose(self, problem: Problem, budget: int | None) -> Choice:
-        """The programme's choice; without a budget, or where it finds none, ``"optimal"`` chooses.
-
-        Raises:
-            UnsupportedError: HiGHS is not installed.
-        """
-        require_solver()
-        if budget is not None:
-            found = [fill(problem, choice, budget) for choice in programmed(problem, budget)]
-            if found:
-                choice = best(problem, found, budget)
-                if problem.forecast(choice).peak <= budget:
-                    return choice
-        return OptimalPlanner().choose(problem, budget)
 
 
 def make_planner(planner: str | Planner) -> Planner:
@@ -110,17 +66,17 @@ def plan_candidates(
     # large library has imported, took as long as the search of a BERT.
     with COLLECTOR.resting():
         if budget is not None and profile.peak <= budget:
-            searched = _as_it_is(profile)
+            searched = _nothing_dropped(profile)
         else:
             searched = _with_or_without_shares(profile, budget, chosen)
     best_one = searched.found[0]
     # What is proved about values says nothing about compiled code that saves less.
     is_proved = budget is not None and not searched.shares
-    bound = _bound(profile, budget or 0, searched.problem, best_one.seconds) if is_proved else None
+    bound = bound_of_plans(profile, budget or 0, searched.problem, best_one.seconds) if is_proved else None
     # Without a budget the fewest bytes count, which need not be timed.
     others = [] if budget is None else _of_other_sorts(searched.found, budget)
     step = with_shares(profile, searched.shares)
-    shared = tuple(_decisions_about_code(profile, searched.shares))
+    shared = tuple(decisions_about_code(profile, searched.shares))
     plans = []
     for mixed in (best_one, *others):
         plan = _plan_of(module, step, budget, chosen, mixed, bound)
@@ -142,7 +98,7 @@ class _Searched(NamedTuple):
     found: list[Mixed]
 
 
-def _as_it_is(profile: Profile) -> _Searched:
+def _nothing_dropped(profile: Profile) -> _Searched:
     problem = Problem(profile)
     return _Searched({}, problem, [Mixed(frozenset(), problem, Choice())])
 
@@ -161,7 +117,7 @@ def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planne
     for some, step in ((shares, with_shares(profile, shares)), ({}, profile)):
         fits = budget is not None and step.peak <= budget
         try:
-            searched = _as_it_is(step) if fits else _search_values_and_calls(step, budget, chosen)
+            searched = _nothing_dropped(step) if fits else _search_values_and_calls(step, budget, chosen)
         except BudgetError as error:
             smallest.append(error.smallest or profile.peak)
         else:
@@ -174,13 +130,6 @@ def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planne
             min(smallest),
         )
     return min(tried, key=lambda searched: searched.found[0].forecast.rank(budget))
-
-
-def _decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iterator[Decision]:
-    """A decision for each compiled part that saves less."""
-    for path, share in shares.items():
-        num_bytes, seconds = bytes_and_seconds(profile, path, share)
-        yield Decision(path, "compiled code", num_bytes, seconds, "save less", share=share)
 
 
 def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
@@ -240,7 +189,7 @@ def _plan_of(
 ) -> MemoryPlan:
     """What was found, as a plan with names instead of numbers."""
     found = _with_most_overlap(found, budget)
-    decisions = (*_decisions_about_calls(profile, found), *_decisions_about_values(profile, found))
+    decisions = (*decisions_about_calls(profile, found), *decisions_about_values(profile, found))
     result = found.problem.forecast(found.choice)
     is_offloading = any(decision.action == "offload" for decision in decisions)
     return MemoryPlan(
@@ -272,49 +221,6 @@ def _smallest_plan(problems: Sequence[Problem]) -> Mixed:
     return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)[0]
 
 
-def _bound(profile: Profile, budget: int, original: Problem, spent: float) -> float:
-    """A proven lower bound, in seconds, on the extra time of any plan within the budget."""
-    # The integer programme knows neither values that are made from others that do not stay, nor replayed
-    # calls: where these are ahead of what it has proved, that is a proof about other plans only.
-    proved = original.proved.get(budget, 0.0)
-    # A bound holds for every plan only on the profile as it is: a way to offload has prices of its
-    # own.
-    problem = original if original.profile is profile else Problem(profile)
-    if proved > spent:
-        proved = 0.0
-    return min(spent, _lower_bound_of(problem, budget, proved))
-
-
-def _decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]:
-    """A decision for each call that is replayed as a whole."""
-    for call in profile.calls:
-        if call.name in found.names:
-            num_bytes = call.small + sum(size for size, _ in call.again)
-            yield Decision(call.name, f"a call of {call.kind}", num_bytes, call.seconds, "replay")
-
-
-def _decisions_about_values(profile: Profile, found: Mixed) -> Iterator[Decision]:
-    """A decision for each value that has a name and memory, with the seconds of its way back."""
-    problem = found.problem
-    choice = found.choice
-    dropped = problem.values_of(choice.dropped)
-    uncached = problem.values_of(choice.uncached)
-    shares = _shares_of_calls(profile)
-    for index, (value, planned) in enumerate(zip(profile.values, problem.profile.values, strict=True)):
-        # Nothing is decided about what takes no memory of its own here.
-        if not value.name or value.storage < 0:
-            continue
-        # Where calls are replayed, what lies outside of them may have another name than it was
-        # profiled by: the name that it will have in planned steps is that of the problem.
-        seconds = planned.seconds if index in dropped else value.seconds
-        if not planned.offloaded:
-            seconds += shares.get(index, 0.0)
-        within = (planned.within,) if planned.within else ()
-        action = _action(planned, index in dropped, index in uncached)
-        calls = _calls_on_way(profile, index) or within
-        yield Decision(planned.name, value.operator, value.num_bytes, seconds, action, calls)
-
-
 def _choose_offloading(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
     """What to drop, and the way to offload that it was found with."""
     # The ways are in the order of their price: the first is for the fastest plan.
@@ -329,47 +235,6 @@ def _choose_offloading(problems: Sequence[Problem], budget: int | None, planner:
 def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:
     """Whether other ways to offload need not be looked at."""
     return problem.forecast(choice).peak <= budget and not problem.is_nested(choice)
-
-
-def _shares_of_calls(profile: Profile) -> dict[int, float]:
-    """The share of a repeated call's seconds that falls to each value picked from it, by bytes."""
-    values = profile.values
-    sizes = Counter[int]()
-    for value in values:
-        if value.picked:
-            sizes[value.inputs[0]] += value.num_bytes
-    shares = dict[int, float]()
-    for index, value in enumerate(values):
-        if value.picked and sizes[value.inputs[0]]:
-            call = value.inputs[0]
-            shares[index] = values[call].seconds * value.num_bytes / sizes[call]
-    return shares
-
-
-def _calls_on_way(profile: Profile, index: int) -> tuple[str, ...]:
-    """The module calls that are made again on the way to a value.
-
-    Also those behind what is saved only later: whether that is kept is not known yet when the value is dropped.
-    """
-    if profile.values[index].refused:
-        return ()
-    saved = profile.values[index].saved
-    stack = list(profile.values[index].inputs)
-    seen = set[int]()
-    calls = set[str]()
-    while stack:
-        source = stack.pop()
-        value = profile.values[source]
-        is_there = value.storage >= 0 and value.saved <= saved
-        # What has a name and no storage was there before the step, or is on another device.
-        is_elsewhere = value.storage < 0 and bool(value.name)
-        if source in seen or is_there or is_elsewhere:
-            continue
-        seen.add(source)
-        stack += value.inputs
-        if value.call:
-            calls.add(value.call)
-    return tuple(sorted(calls))
 
 
 def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
@@ -387,35 +252,3 @@ def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
         if wider.forecast(choice).peak <= limit:
             return found._replace(problem=wider)
     return found
-
-
-def lower_bound(profile: Profile, budget: int) -> float:
-    """Seconds that no choice within ``budget`` goes below, as far as is proved."""
-    # What is proved about values says nothing about compiled code that saves less.
-    if any(len(call.runs) > 1 for call in profile.codes):
-        return 0.0
-    return _lower_bound_of(Problem(profile), budget, 0.0)
-
-
-def _lower_bound_of(problem: Problem, budget: int, proved: float) -> float:
-    """The best proof there is, or one ``proved`` already."""
-    # The knapsack knows values that are computed again only; a copy may cost less.
-    if any(value.copying for value in problem.profile.values):
-        return least_seconds_with_offloading(problem, budget)
-    return max(least_seconds(problem.relaxation, budget), proved)
-
-
-def _action(value: SavedValue, dropped: bool, uncached: bool) -> Action:
-    if not dropped:
-        if value.within:
-            return "replay"
-        return "keep"
-    if value.offloaded:
-        return "offload"
-    if value.compact:
-        if uncached:
-            return "compress each time"
-        return "compress"
-    if uncached:
-        return "recompute each time"
-    return "recompute"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import surely_needed
-from lightning_dpx.memory.plan.make_plan import lower_bound
+from lightning_dpx.memory.plan.lower_bound import lower_bound
 from lightning_dpx.memory.plan.offload import ways_to_offload
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Problem

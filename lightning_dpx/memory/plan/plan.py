@@ -79,7 +79,7 @@ class MemoryPlan:
         peak: With it, predicted; ``None`` after an edit, which makes the prediction void.
         saved_bytes: Of activations that are kept from forward to backward; ``None`` likewise.
         recompute_share: Extra time as a share of a step, predicted; ``None`` likewise.
-        least_share: What every plan for this budget costs at least; see solvers/bounds.py and planners/milp.py.
+        least_share: What every plan for this budget costs at least; see solvers/bounds.py and solvers/milp_model.py.
         decisions: One for every value.
         prefetch_depth: How many offloaded values are on their way beside the computation, in each direction; with 0 the
             device waits for every copy.

@@ -20,8 +20,8 @@ from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.practised import Practised
-from lightning_dpx.memory.execute.replays import Replays
 from lightning_dpx.memory.execute.saved_tensor_hooks import ValueActions
+from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
 from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, PlanOverhead, Profile, SavedCall, SavedValue

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from lightning_dpx.memory.execute.calls import OutputKey, Replay
+from lightning_dpx.memory.execute.calls import OutputKey, SelectiveReplay
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Value, repeat
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
@@ -38,7 +38,7 @@ def course_of(call: Value, trace: MemoryTrace) -> CallCourse:
     Raises:
         NotRecomputable: it talks to other processes, which would not answer.
     """
-    assert isinstance(call.make, Replay), "it is a call"
+    assert isinstance(call.make, SelectiveReplay), "it is a call"
     spans: dict[OutputKey, Allocation] = {}
 
     def note(key: OutputKey, tensor: torch.Tensor) -> None:

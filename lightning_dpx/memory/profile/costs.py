@@ -21,8 +21,8 @@ from lightning_dpx.devices import (
     synchronize,
 )
 from lightning_dpx.memory.execute.offload import copy_seconds
-from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
+from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.call_course import CallCourse, course_of
 from lightning_dpx.memory.profile.replay_trials import TimedReplay, WatchedReplay
@@ -155,7 +155,7 @@ class CostModel:
             taken = self._account.stop(token)
         return Trial(tensor, _beyond(wait, seconds), taken.most)
 
-    def timed_replay(self, replay: Replay) -> TimedReplay:
+    def timed_replay(self, replay: WholeCallReplay) -> TimedReplay:
         """Makes a call again, as backward will, and measures how long that takes."""
         wait = self._seconds_of_waiting()
         clock = clock_of(self.device)
@@ -167,7 +167,7 @@ class CostModel:
         synchronize(self.device)
         return TimedReplay(found, _beyond(wait, clock() - start))
 
-    def watched_replay(self, replay: Replay) -> WatchedReplay:
+    def watched_replay(self, replay: WholeCallReplay) -> WatchedReplay:
         """Makes a call again, as backward will, with a trace of its memory."""
         synchronize(self.device)
         trace = self._watch()

@@ -14,8 +14,8 @@ import torch
 
 from lightning_dpx.devices import HostFullError
 from lightning_dpx.memory.execute.distributed_tensors import part_here
-from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
+from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.noted_call import NotedCall, SavedTensors, allocation_of, tensor_of
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.torch_compat import with_memory_in
@@ -54,10 +54,10 @@ class WatchedReplay:
 class TriesReplays(Protocol):
     """A cost model, as far as this file knows it."""
 
-    def timed_replay(self, replay: Replay) -> TimedReplay:
+    def timed_replay(self, replay: WholeCallReplay) -> TimedReplay:
         """Makes a call again, and measures how long that takes."""
 
-    def watched_replay(self, replay: Replay) -> WatchedReplay:
+    def watched_replay(self, replay: WholeCallReplay) -> WatchedReplay:
         """Makes a call again, and watches the memory that it takes."""
 
     def is_same(self, again: torch.Tensor, original: torch.Tensor) -> bool:
@@ -148,8 +148,8 @@ class ReplayTrials:
             return False
         sizes = [held.num_elements for held in self._saved.within(noted)]
 
-        def replay() -> Replay:
-            return Replay.noted(noted.call, given, sizes, noted.random, noted.met)
+        def replay() -> WholeCallReplay:
+            return WholeCallReplay.noted(noted.call, given, sizes, noted.random, noted.met)
 
         # Calls of one kind take the same memory: the first of them is watched, and the others are
         # only timed and compared.

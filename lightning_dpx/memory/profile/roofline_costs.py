@@ -8,8 +8,8 @@ import torch
 
 from lightning_dpx.devices import counts_by_its_clock, is_host
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value, repeat
+from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.costs import CostModel, Trial
@@ -128,14 +128,14 @@ class RooflineCosts(CostModel):
             tensor = repeat(value)
         return Trial(tensor, self._costs.seconds, max(trace.curve, default=0))
 
-    def timed_replay(self, replay: Replay) -> TimedReplay:
+    def timed_replay(self, replay: WholeCallReplay) -> TimedReplay:
         """Makes a call again; its time is that of its operators there."""
         self._costs.seconds = 0.0
         with self._watch(), self._costs:
             found = replay.replay()
         return TimedReplay(found, self._costs.seconds)
 
-    def watched_replay(self, replay: Replay) -> WatchedReplay:
+    def watched_replay(self, replay: WholeCallReplay) -> WatchedReplay:
         """Makes a call again, with a trace of the memory that it takes there."""
         trace = self._watch()
         with trace, self._costs:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.devices import HostFullError, is_out_of_memory, raises_out_of_memory
-from lightning_dpx.memory.execute.calls import Replay, select_output
+from lightning_dpx.memory.execute.calls import SelectiveReplay, select_output
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.values import Unnamed, Value, forget_recipe, used
 from lightning_dpx.memory.profile.call_course import CallCourse
@@ -143,7 +143,7 @@ class _Trials:
     def saved_value(self, value: Value, refused: str, saved: int) -> SavedValue:
         """``value`` for planners; ``saved`` is the event before which it was."""
         is_offloaded = value in self.offloaded
-        call = value.make.call if isinstance(value.make, Replay) else None
+        call = value.make.call if isinstance(value.make, SelectiveReplay) else None
         # What comes back from the host is computed from nothing, whatever it was made from.
         inputs = () if is_offloaded else tuple(self.order[source] for source in value.sources)
         return SavedValue(
@@ -304,7 +304,7 @@ def _try(value: Value, trials: _Trials, costs: CostModel) -> str:
         if missing:
             stack += missing
             continue
-        if isinstance(top.make, Replay):
+        if isinstance(top.make, SelectiveReplay):
             for argument in top.make.call.arguments.tensors:
                 argument.tensor()  # refuses what was written to since; what is kept here is a copy
             # The call runs once more to be watched, because what it takes depends on what is
@@ -370,7 +370,7 @@ def _is_scratch(value: Value) -> bool:
 def _is_view_of(value: Value, tensor: torch.Tensor) -> bool:
     """Whether ``value``, made again as ``tensor``, lies in the memory of what it is made from, and takes none of its
     own."""
-    if isinstance(value.make, Replay):
+    if isinstance(value.make, SelectiveReplay):
         return False
     address = key_of(tensor.untyped_storage())
     given: list[Any] = [source.tensor for source in value.sources]

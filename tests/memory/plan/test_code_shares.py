@@ -9,7 +9,7 @@ from lightning_dpx.errors import BudgetError, PlanError
 from lightning_dpx.memory import MemoryPlan, plan_profile
 from lightning_dpx.memory.plan.code_shares import bytes_and_seconds, shares_for, with_shares
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
-from lightning_dpx.memory.plan.make_plan import lower_bound
+from lightning_dpx.memory.plan.lower_bound import lower_bound
 from lightning_dpx.memory.plan.plan import format_plan
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory import profile_module
-from lightning_dpx.memory.plan.make_plan import SmallestPlanner
+from lightning_dpx.memory.plan.planners.auto import SmallestPlanner
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
 from lightning_dpx.memory.plan.replayed_steps import ReplayableStep

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dpx.memory.execute.replays import Replay
 from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.costs import CostModel, Trial
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.replay_trials import TimedReplay
@@ -29,7 +29,7 @@ class CountingCosts(CostModel):
         self.values[value.operator] += 1
         return super().tried(value)
 
-    def timed_replay(self, replay: Replay) -> TimedReplay:
+    def timed_replay(self, replay: WholeCallReplay) -> TimedReplay:
         self.calls[type(replay.call.module).__name__] += 1
         return super().timed_replay(replay)
 

@@ -15,7 +15,7 @@ the programme until the budget is met; then whatever still fits is kept, the cos
 
 Two more solutions stand beside these, the quickest first. The knapsack that gives the lower bound of the extra time is
 often within the budget as it is, or after a few steps, and then hardly above that bound; and where HiGHS is installed,
-so is the integer programme of :mod:`lightning_dpx.memory.plan.planners.milp`.
+so is the integer programme of :mod:`lightning_dpx.memory.plan.solvers.milp_model`.
 
 The smallest peak is found by steps down from several starts; see :mod:`lightning_dpx.memory.plan.solvers.repair`. Every
 budget above it can be met: where nothing else does, its choice is filled up.
@@ -31,10 +31,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
+from lightning_dpx.memory.plan.solvers.milp_model import programmed
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, LOWERING, REACHING, Descent, fill, hasten
 from lightning_dpx.memory.profile.data import Profile
 

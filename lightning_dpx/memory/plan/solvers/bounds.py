@@ -13,7 +13,7 @@ Let d[u] = 1 if all values of unit u are dropped, else 0. In the forecast of any
 Parts of units may only lower the time, so the linear programme min time(d, z), 0 <= d <= 1, is below every choice. Here
 it is bounded from below once more, without a solver: at a single event, with the time of what is on the way to several
 units divided among them, it is a fractional knapsack (Dantzig, 1957). Every event gives a bound; the largest counts.
-:mod:`lightning_dpx.memory.plan.planners.milp` solves it, in integers.
+:mod:`lightning_dpx.memory.plan.solvers.milp_model` solves it, in integers.
 """
 
 from bisect import bisect_left, bisect_right

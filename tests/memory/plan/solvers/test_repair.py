@@ -8,10 +8,10 @@ import torch
 
 from lightning_dpx.memory import PLANNERS, profile_module
 from lightning_dpx.memory.plan.forecast import timeline
-from lightning_dpx.memory.plan.planners.milp import programmed
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
+from lightning_dpx.memory.plan.solvers.milp_model import programmed
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, REACHING, Descent, fill, hasten
 from tests.memory.chains import chain_profile
 from tests.memory.models import ORDINARY

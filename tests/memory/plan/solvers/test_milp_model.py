@@ -9,9 +9,9 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import PLANNERS, plan_profile
-from lightning_dpx.memory.plan.planners.milp import MilpModel, programmed
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
+from lightning_dpx.memory.plan.solvers.milp_model import MilpModel, programmed
 from tests.memory.chains import KINDS, chain_profile
 from tests.memory.models import GPT
 from tests.memory.plan.solvers.test_highs import without_highs

@@ -143,7 +143,7 @@ class _NestedValues:
         return uses
 
 
-class StepReplay:
+class StepSimulation:
     """One step of a profile.
 
     Args:

@@ -54,7 +54,7 @@ class _EnoughError(BaseException):
     """All that is needed of a call has been made again; no handler of the user's code should take it for an error."""
 
 
-class Replay:
+class WholeCallReplay:
     """A call whose saved tensors are made again by calling its module once more.
 
     Args:
@@ -181,7 +181,7 @@ class Replay:
         sizes: Sequence[int],
         random: int | None,
         met: Sequence[Collective] = (),
-    ) -> "Replay":
+    ) -> "WholeCallReplay":
         """A call that has been watched by others, with the elements of what it saved, and what collectives gave."""
         replay = cls(call, given)
         replay.is_dropped = True
@@ -338,7 +338,7 @@ class _Step:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.running: list[bool] = []
-        self.replay: Replay | None = None
+        self.replay: WholeCallReplay | None = None
         self.outer: Any = None
 
 
@@ -420,7 +420,7 @@ class Replays:
                 return False
             given = [argument.tensor() for argument in call.arguments.tensors]
         tensors = [tensor for tensor in given if tensor is not None]
-        step.replay = replay = Replay(call, tensors, self._drawn.get(name), self._wrap)
+        step.replay = replay = WholeCallReplay(call, tensors, self._drawn.get(name), self._wrap)
         # Pushed by hand: a context manager would have to be left in another function, the hook that
         # is called after the forward, and takes ten times as long.
         hooks = self._wrap(replay.pack), self._wrap(replay.unpack)
@@ -440,14 +440,14 @@ class Replays:
         if is_replayed and step.replay is not None:
             self._leave(step, step.replay, output)
 
-    def _stop(self, step: _Step, replay: Replay) -> None:
+    def _stop(self, step: _Step, replay: WholeCallReplay) -> None:
         """A call is no longer watched."""
         step.replay = None
         replay.stop_recording()
         _pop()
         STEP_ASIDE.are(step.outer)
 
-    def _leave(self, step: _Step, replay: Replay, output: Any) -> None:
+    def _leave(self, step: _Step, replay: WholeCallReplay, output: Any) -> None:
         self._stop(step, replay)
         with DisableTorchFunction():
             why = replay.left(output)
