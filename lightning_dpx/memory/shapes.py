@@ -14,9 +14,9 @@ from itertools import chain
 from torch import nn
 
 from lightning_dpx.errors import BudgetError
+from lightning_dpx.memory.joint import plan_devices, with_figures
 from lightning_dpx.memory.plan.forecast import Forecast
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
-from lightning_dpx.memory.plan.joint import plan_devices, with_figures
 from lightning_dpx.memory.plan.lower_bound import lower_bound
 from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan

@@ -1,11 +1,11 @@
 """What was chosen, by name: a decision for each compiled part, call and value, as a plan has it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from lightning_dpx.memory.plan.code_shares import bytes_and_seconds
 from lightning_dpx.memory.plan.plan import Action, Decision
-from lightning_dpx.memory.plan.replay_search import Mixed
+from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.profile.data import Profile, SavedValue
 
 
@@ -16,18 +16,16 @@ def decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Itera
         yield Decision(path, "compiled code", num_bytes, seconds, "save less", share=share)
 
 
-def decisions_about_calls(profile: Profile, found: Mixed) -> Iterator[Decision]:
-    """A decision for each call that is replayed as a whole."""
+def decisions_about_calls(profile: Profile, names: Collection[str]) -> Iterator[Decision]:
+    """A decision for each call that is replayed as a whole; they are ``names``."""
     for call in profile.calls:
-        if call.name in found.names:
+        if call.name in names:
             num_bytes = call.small + sum(size for size, _ in call.again)
             yield Decision(call.name, f"a call of {call.kind}", num_bytes, call.seconds, "replay")
 
 
-def decisions_about_values(profile: Profile, found: Mixed) -> Iterator[Decision]:
+def decisions_about_values(profile: Profile, problem: Problem, choice: Choice) -> Iterator[Decision]:
     """A decision for each value that has a name and memory, with the seconds of its way back."""
-    problem = found.problem
-    choice = found.choice
     dropped = problem.values_of(choice.dropped)
     uncached = problem.values_of(choice.uncached)
     shares = _shares_of_calls(profile)

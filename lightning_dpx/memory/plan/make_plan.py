@@ -189,7 +189,10 @@ def _plan_of(
 ) -> MemoryPlan:
     """What was found, as a plan with names instead of numbers."""
     found = _with_most_overlap(found, budget)
-    decisions = (*decisions_about_calls(profile, found), *decisions_about_values(profile, found))
+    decisions = (
+        *decisions_about_calls(profile, found.names),
+        *decisions_about_values(profile, found.problem, found.choice),
+    )
     result = found.problem.forecast(found.choice)
     is_offloading = any(decision.action == "offload" for decision in decisions)
     return MemoryPlan(
