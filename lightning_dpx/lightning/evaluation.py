@@ -39,7 +39,10 @@ class EvaluationFlow:
         if not session.follow_structure(name):
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         # To cut is to make replicas anew, which may fail and leave one device.
-        if session.memory.cuts_evaluation(name, args, kwargs) and session.strategy.session is not session:
+        if (
+            session.memory.choose_evaluation_micro_batches(name, args, kwargs)
+            and session.strategy.session is not session
+        ):
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         slices = session.slices.of(name, args[0])
         is_known = False

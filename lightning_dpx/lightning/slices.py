@@ -67,7 +67,7 @@ class Slices:
             # where nothing is new both cost next to nothing.
             self._keep_loose_tensors_whole()
             self._keep_stepping_hooks_whole()
-        if whole_batches.reason_for(name) is not None or whole_batches.takes_next(name):
+        if whole_batches.reason_for(name) is not None or whole_batches.pop_next_whole(name):
             return None
         # The step fetches in its own time, so there is nothing to cut before it.
         if fetches_by_itself(batch):
@@ -86,7 +86,7 @@ class Slices:
         except UncuttableBatch as error:
             whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
             return None
-        if whole_batches.keeps(name, [batch_slice.num_rows for batch_slice in slices]):
+        if whole_batches.refuse_sizes(name, [batch_slice.num_rows for batch_slice in slices]):
             return None
         if session.micro_batches is not None and name == "training_step":
             session.micro_batches.look_at_first(slices)

@@ -86,7 +86,7 @@ class TrainingFlow:
         slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
         # Micro-batches are other slices than those that were rehearsed, so they are
         # rehearsed as well.
-        if session.memory.cuts_slices(slices, args, kwargs):
+        if session.memory.choose_micro_batches(slices, args, kwargs):
             slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs, is_known=True)
         session.memory.before_step(slices, args, kwargs)
         if self.runs_alone(slices):

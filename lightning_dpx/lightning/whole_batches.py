@@ -60,7 +60,7 @@ class WholeBatches:
         self._next_whole.add(stage)
         self._announce(stage, "gets a batch", reason, advice, reason)
 
-    def takes_next(self, stage: str) -> bool:
+    def pop_next_whole(self, stage: str) -> bool:
         """Whether this batch is the one to stay whole; the next one is not."""
         is_whole = stage in self._next_whole
         self._next_whole.discard(stage)
@@ -80,7 +80,7 @@ class WholeBatches:
         """
         self._small[stage] = rows, reason
 
-    def keeps(self, stage: str, sizes: Sequence[int]) -> bool:
+    def refuse_sizes(self, stage: str, sizes: Sequence[int]) -> bool:
         """Whether a batch stays whole, which would be cut into slices of these sizes; announced."""
         if stage in self._small and len(sizes) > 1 and min(sizes) <= self._small[stage][0]:
             too_few, reason = self._small[stage]

@@ -193,7 +193,7 @@ class MemoryPlanning:
                 "the first batch is planned."
             )
 
-    def trains_more(self, replicas: ReplicaSet) -> bool:
+    def note_trained_parameters(self, replicas: ReplicaSet) -> bool:
         """Whether parameters were unfrozen since the last plan; then known batch shapes no longer count."""
         if self.budgets.given is None:
             return False
@@ -214,19 +214,20 @@ class MemoryPlanning:
         for batch_slice in slices:
             self._shapes.add(batch_slice.batch)
 
-    def is_open(self, replicas: ReplicaSet, slices: Sequence[BatchSlice]) -> bool:
+    def note_last_step(self, replicas: ReplicaSet) -> None:
+        """Notes what the last step has saved that no profile shows: only steps that have run can tell."""
+        if self.budgets.given is None:
+            return
+        for replica in replicas.replicas:
+            if (applied := applied_plan(replica.module)) is not None:
+                self._other_steps.look_back(applied)
+
+    def needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether these slices need a plan of their own: the first ones, or larger than any known one in some dim.
 
         Or an earlier step was not one of those that were planned for, and so may this one be.
         """
-        if self.budgets.given is None:
-            return False
-        for replica in replicas.replicas:
-            if (applied := applied_plan(replica.module)) is not None:
-                # Only the steps that have run can tell: a plan notes what they
-                # saved that no profile shows.
-                self._other_steps.look_back(applied)
-        if self.without_loss.skips_profile:
+        if self.budgets.given is None or self.without_loss.skips_profile:
             return False
         return not self.knows(slices) or self._other_steps.expected
 

@@ -77,11 +77,11 @@ class NoStepMemory:
         """The step's arguments, as they may be given to several runs of it."""
         return args
 
-    def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def choose_micro_batches(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether slices are cut into micro-batches from this step on, which its rehearsal looks at next."""
         return False
 
-    def cuts_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def choose_evaluation_micro_batches(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether slices of an evaluation step are cut into micro-batches from this step on."""
         return False
 
@@ -153,11 +153,14 @@ class StepMemory(NoStepMemory):
         """Frees gradients that nothing needs, so that the room for a plan is looked at without them."""
         self._freed_gradients.free()
 
-    def cuts_slices(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def choose_micro_batches(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
 
-        Anew as well where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed
-        for the smaller ones.
+        Chosen again where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed for
+        the smaller ones.
+
+        Returns:
+            Whether there are more from this step on; replicas were then made for them.
 
         Raises:
             BudgetError: the budget cannot be met, whatever the number.
@@ -165,10 +168,10 @@ class StepMemory(NoStepMemory):
         chooser = self._micro_batches
         session = self._session
         self._planning.without_loss.begin_step()
-        trains_more = self._planning.trains_more(session.replicas)
+        trains_more = self._planning.note_trained_parameters(session.replicas)
         grows = chooser.has_chosen_for_less(slices)
-        is_open = (chooser.is_open or grows) and not self._planning.without_loss.skips_profile
-        if not session.options.chooses_micro_batches or not is_open:
+        is_undecided = (chooser.is_open or grows) and not self._planning.without_loss.skips_profile
+        if not session.options.chooses_micro_batches or not is_undecided:
             return False
         self._planning.end_plan()  # the profiles of a choice take more than any plan allows
         replicas = session.replicas
@@ -230,7 +233,7 @@ class StepMemory(NoStepMemory):
         with self._session.replicas.partition.slices_in_one_piece(training=True):
             return self._session.slices.of("training_step", batch)
 
-    def cuts_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def choose_evaluation_micro_batches(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Looks at the first batch of an evaluation, and at larger ones."""
         if self._session.options.memory_budget is None:
             return False
@@ -420,8 +423,9 @@ class StepMemory(NoStepMemory):
 
     def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
-        # Asked by all, also by those that need none: is_open notes what the last step has saved.
-        mine = self._planning.is_open(self._session.replicas, slices)
+        # Noted by all, also by those that need no plan.
+        self._planning.note_last_step(self._session.replicas)
+        mine = self._planning.needs_plan(slices)
         # Then only a process that ran out of memory plans, which the others know
         # nothing of and cannot answer.
         if not self._planning.rooms.is_given:
@@ -496,7 +500,7 @@ class StepMemory(NoStepMemory):
             if norms:  # nothing is rehearsed before the first batch, and that is what its rehearsal would find
                 self._micro_batches.stay_whole(f"{', '.join(norms[:3])} would normalize by micro-batch.")
             slices = session.slices.of("training_step", batch)
-            if self.cuts_slices(slices, args, {}):
+            if self.choose_micro_batches(slices, args, {}):
                 slices = session.slices.of("training_step", batch)
             self._plan(StepInput(slices, args, {}), "example_batch")
         except BaseException as error:
