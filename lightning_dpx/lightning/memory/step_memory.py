@@ -156,8 +156,8 @@ class StepMemory(NoStepMemory):
     def choose_micro_batches(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
 
-        Chosen again where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed for
-        the smaller ones.
+        Chosen again where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed
+        for the smaller ones.
 
         Returns:
             Whether there are more from this step on; replicas were then made for them.
