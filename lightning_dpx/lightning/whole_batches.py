@@ -63,6 +63,7 @@ class WholeBatches:
     def pop_next_whole(self, stage: str) -> bool:
         """Whether this batch is the one to stay whole; the next one is not."""
         is_whole = stage in self._next_whole
+        # Asked once for a batch: the one after it is cut again.
         self._next_whole.discard(stage)
         return is_whole
 

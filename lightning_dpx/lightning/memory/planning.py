@@ -218,6 +218,7 @@ class MemoryPlanning:
         """Notes what the last step has saved that no profile shows: only steps that have run can tell."""
         if self.budgets.given is None:
             return
+        # Of every replica: their slices may go other ways through the module.
         for replica in replicas.replicas:
             if (applied := applied_plan(replica.module)) is not None:
                 self._other_steps.look_back(applied)

@@ -12,6 +12,7 @@ from lightning_dpx.memory.profile.data import Profile, SavedValue
 def decisions_about_code(profile: Profile, shares: Mapping[str, float]) -> Iterator[Decision]:
     """A decision for each compiled part that saves less."""
     for path, share in shares.items():
+        # Of the code as a whole: what a partitioner drops in it has no names.
         num_bytes, seconds = bytes_and_seconds(profile, path, share)
         yield Decision(path, "compiled code", num_bytes, seconds, "save less", share=share)
 
