@@ -23,7 +23,7 @@ from lightning_dpx.memory.execute.recorded_collectives import (
     results_apart,
     sharing_memory,
 )
-from tests.memory.execute.test_replays import by_hand
+from tests.memory.execute.test_whole_call_replays import by_hand
 from tests.memory.plan.test_planning import measured_peak
 
 WIDTH = 32
