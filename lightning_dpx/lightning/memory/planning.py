@@ -3,8 +3,6 @@
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ import torch
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
-from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
 from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
@@ -20,11 +18,10 @@ from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
 from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
+from lightning_dpx.lightning.memory.plans_of_device import MicroBatchFigures, announcement, origin, plans_of_device
 from lightning_dpx.lightning.memory.profiled_steps import (
     SeenStep,
-    TriedSteps,
     by_device,
-    demand,
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.profiling import (
@@ -45,33 +42,15 @@ from lightning_dpx.memory import (
     Profile,
     applied_plan,
     apply_plan,
-    describe_cut,
-    format_plan,
-    in_micro_batches,
     make_planner,
     plan_devices,
     remove_plan,
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
-from lightning_dpx.units import format_mib, format_part
+from lightning_dpx.units import format_mib
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
-
-
-@dataclass
-class MicroBatchFigures:
-    """What is known of the micro-batches of a batch.
-
-    Attributes:
-        cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
-        run_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
-        tried: Steps of the batch, where their profiles are known.
-    """
-
-    cut_costs: dict[torch.device, float] = field(default_factory=dict)
-    run_forward_twice: bool = False
-    tried: TriedSteps = field(default_factory=dict)
 
 
 class MemoryPlanning:
@@ -471,7 +450,17 @@ class MemoryPlanning:
                 steps = [step for step in known if not (step.is_joined and seen[home].is_joined)] + [seen[home]]
             # Where parts are shifted to, there are none; it is planned with the replicas that they belong to.
             if home in replicas.devices and steps:
-                decided[home] = self._plans_of_device(replicas, here[0], steps, static)
+                decided[home] = plans_of_device(
+                    replicas,
+                    here[0],
+                    steps,
+                    static,
+                    rooms=self.rooms,
+                    before=before,
+                    cache=self.cache,
+                    planner=self.planner,
+                    micro_batches=self.micro_batches,
+                )
         # Only once every device has a plan: if one of them is refused, the plans of before stay in force.
         self.devices.decide(decided)
         self.rooms.trained.are_planned_for()
@@ -485,74 +474,9 @@ class MemoryPlanning:
         self._joint_calls.plan_for(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
-                remark = reason + _origin(one.worst_step(index).profiles[index], len(one.seen))
+                remark = reason + origin(one.worst_step(index).profiles[index], len(one.seen))
                 limit, sharing = self.devices.limits[device]
-                rank_zero_info(_announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
-
-    def _plans_of_device(
-        self, replicas: ReplicaSet, largest: BatchSlice, steps: list[SeenStep], static: StaticMemory
-    ) -> DeviceDecision:
-        """The plans of the devices that the replicas on one device run on.
-
-        Args:
-            replicas: All of them.
-            largest: The slice that fills the device most.
-            steps: One of each shape that was seen there.
-            static: What a step needs beside its activations.
-
-        Raises:
-            BudgetError: a budget cannot be met.
-        """
-        home = largest.replica.device
-        devices = devices_of(largest.replica)
-        limits = [self.budgets.limit(device, replicas.devices) for device in devices]
-        free = [self.rooms.room(device, static, limit) for device, limit in zip(devices, limits, strict=True)]
-        held = [limit - room for limit, room in zip(limits, free, strict=True)]
-        # Every plan is forecast for all of these, so planning would take longer
-        # with each new shape of batch.
-        steps = most_demanding(steps, partial(demand, free=free))
-        rooms = []
-        for step in steps:
-            # All replicas of a device have run forward before the first backward, so their
-            # activations are there together.
-            rooms.append([room // sharing for room, sharing in zip(free, step.sharing, strict=True)])
-        # A plan that still does is kept, without a search; those of all devices decide alike.
-        before = self.devices.decided.get(home)
-        now = None if before is None else before.plans[0]
-        try:
-            profiles = [step.profiles for step in steps]
-            # What is free differs by some bytes in each run, so it cannot be
-            # part of the key in the cache.
-            measured = any(self.budgets.is_measured(device, replicas.devices) for device in devices)
-            shared = self.cache.plan_shapes(replicas.root.module, profiles, rooms, self.planner, now, measured=measured)
-        except BudgetError as error:
-            # Without a least number of bytes there is nothing to tell beside
-            # what the error says already.
-            if error.smallest is not None:
-                index = error.device_index
-                self.rooms.explain(error, devices[index], held[index], limits[index], steps[-1].sharing[index])
-            raise
-        again = 0.0
-        if self.micro_batches.run_forward_twice:
-            profile = steps[shared.worst[0]].profiles[0]
-            # The first of two passes runs without a graph: it takes the time of a forward,
-            # and no memory for backward.
-            again = profile.forward_seconds / profile.step_seconds
-        plans = self._in_micro_batches(shared.plans, replicas, largest, again)
-        counted = tuple(map(static.counted_gradients, devices))
-        return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held), counted)
-
-    def _in_micro_batches(
-        self, plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, again: float
-    ) -> tuple[MemoryPlan, ...]:
-        """Plans for one micro-batch, with what is known of all of them together, such as a share of forwards again."""
-        number = replicas.partition.numbers(training=True)[replicas.partition.device_of[largest.replica.index]]
-        if number == 1 or not replicas.cuts_slices:
-            return plans
-        cost = self.micro_batches.cut_costs.get(largest.replica.device, 1.0)
-        shares = [cost * (1 + again + (plan.recompute_share or 0.0)) for plan in plans]
-        pairs = zip(plans, shares, strict=True)
-        return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)
+                rank_zero_info(announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
 
     def _put_on(self, replicas: ReplicaSet) -> None:
         """Has every replica follow the plan of its device."""
@@ -643,24 +567,3 @@ class MemoryPlanning:
     def end_update(self) -> None:
         """Compares what was there at a time with the budgets."""
         self._peaks.end_update()
-
-
-def _origin(profile: Profile, num_steps: int) -> str:
-    guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
-    # Of batches of other shapes, or of one shape where steps differ.
-    worst = f"; the worst of {num_steps} steps that are planned for" if num_steps > 1 else ""
-    return worst + guess
-
-
-def _announcement(device: torch.device, plan: MemoryPlan, static: int, limit: int, sharing: int, remark: str) -> str:
-    how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
-    peak = static + sharing * (plan.peak or 0)
-    figures = f"{format_mib(peak)} predicted of {format_mib(limit)} allowed, {format_mib(static)} static"
-    head = f"dpx: memory of {device}{how}: {figures}{remark}"
-    if plan.micro_batches > 1:
-        head += f"\n{describe_cut(plan)}, peak {format_part(peak, limit)}"
-    if not plan.keeps_all:
-        return f"{head}\n{format_plan(plan)}"
-    if plan.micro_batches > 1:
-        return head
-    return f"{head}\neverything fits; nothing is computed again"
