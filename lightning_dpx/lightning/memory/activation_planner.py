@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from lightning_dpx.memory import (
     sharded_units,
     unwrapped,
 )
+from lightning_dpx.memory.profile.held_output import HeldOutput
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, Replica, make_shadow_module
 
@@ -281,16 +283,16 @@ class ActivationPlanner(Callback):
         log = StepLog(BatchSlice(Replica(0, device, module), 0, batch))
 
         def step_on(inputs: Any) -> Callable[[], torch.Tensor | None]:
-            def step() -> torch.Tensor | None:
+            def step() -> Any:
                 with log.recording_alone(module), trainer.precision_plugin.train_step_context():
                     given = inputs
                     if isinstance(trainer.strategy, FSDPStrategy):
                         # Its step is called through the wrapper, which casts what it is given.
                         given = as_taken_by(module, inputs)
                     arguments = arguments_of_step(module.training_step, given, batch_idx)
-                    return end_of_step(module, module.training_step(*arguments))
+                    return module.training_step(*arguments)
 
-            return step
+            return HeldOutput(step, partial(end_of_step, module))
 
         return profile_unsharded(module, batch, device, step_on, accumulates=keeps_gradients(trainer))
 
@@ -307,16 +309,16 @@ class ActivationPlanner(Callback):
             hide_optimizers(shadow)
         sandbox = ManualSandbox(trainer.strategy, module, list(module.parameters()), [replica.device])
 
-        def step() -> torch.Tensor | None:
+        def step() -> Any:
             # Optimizers of a step by hand really step, so each run begins from the same state.
             opened = nullcontext() if module.automatic_optimization else sandbox.opened(shadow)
             with opened, StepLog(BatchSlice(replica, 0, batch)).recording_alone(shadow):
                 arguments = arguments_of_step(shadow.training_step, batch, batch_idx)
-                return end_of_step(shadow, shadow.training_step(*arguments))
+                return shadow.training_step(*arguments)
 
         return profile_step(
             shadow,
-            step,
+            HeldOutput(step, partial(end_of_step, shadow)),
             replica.device,
             context=trainer.precision_plugin.train_step_context,
             accumulates=keeps_gradients(trainer),

@@ -13,6 +13,7 @@ from lightning_dpx.memory.micro_batches import (
 )
 from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
+from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
@@ -91,14 +92,17 @@ class DevicePlanner:
             return self.whole.peak
         # A part of few rows may take more than all rows in one piece: gradients that are added to those before it are
         # made beside them.
-        return max(self.whole.peak, *(self._profile_of_part(size).peak for size in sizes_of_parts(self._rows, number)))
+        peaks = [self.whole.peak]
+        for size in sizes_of_parts(self._rows, number):
+            peaks.append(beside_earlier_outputs(self._profile_of_part(size), number).peak)
+        return max(peaks)
 
     def followed(self, plan: MemoryPlan | None) -> Profile:
         """The step that a plan is followed in: on the largest micro-batch where it is cut."""
         # No plan, where the budget cannot be met: the step in one piece says what is missing.
         if plan is None or plan.micro_batches == 1:
             return self.whole
-        return self._profile_of_part(plan.micro_batch_rows)
+        return beside_earlier_outputs(self._profile_of_part(plan.micro_batch_rows), plan.micro_batches)
 
     def _profile(self, rows: int, /, *, accumulates: bool) -> Profile:
         if not accumulates:

@@ -10,6 +10,7 @@ from lightning_dpx.lightning.memory.profiling import (
     announce_profile,
     first_rows_of,
     keeps_gradients,
+    merges_outputs,
     profile_slice,
 )
 from lightning_dpx.memory import Profile
@@ -106,7 +107,8 @@ class PartProfiles:
             return ""
         device = part.replica.device
         counts = self._counts_gradients and not accumulates
-        known = (device,), part.num_rows, [part.num_rows], (), accumulates, counts, *others
+        merges = merges_outputs(self._session.replicas) and part.num_rows == self.rows
+        known = (device,), part.num_rows, [part.num_rows], (), accumulates, counts, merges, *others
         return key_of_run_step(self._session.trainer, part.replica.module, part.batch, device, *known)
 
     def _profiled(self, part: BatchSlice, accumulates: bool, is_worth: IsWorth | None) -> Profile:

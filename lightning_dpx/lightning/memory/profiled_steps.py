@@ -9,8 +9,9 @@ import torch
 from lightning_dpx.lightning.lightning_api import Trainer
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, announce_profile, devices_of, profile_slice
+from lightning_dpx.lightning.memory.profiling import Step, announce_profile, devices_of, merges_outputs, profile_slice
 from lightning_dpx.memory import Profile, extrapolate
+from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs, beside_merged_outputs
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
 
@@ -94,7 +95,8 @@ def profiled_steps(
 
     trainer = trainer_of(replicas.root.module)
     is_kept = cache.is_on and not by_forward
-    keys = _keys(trainer, list(largest.values()), accumulates, counts_gradients) if is_kept else []
+    ways = accumulates, counts_gradients, merges_outputs(replicas)
+    keys = _keys(trainer, list(largest.values()), *ways) if is_kept else []
     # An empty key finds nothing and keeps nothing, and there must be as many keys as steps.
     found = cache.profiles(
         keys or [""] * len(largest),
@@ -105,9 +107,30 @@ def profiled_steps(
     )
     seen: dict[torch.device, SeenStep] = {}
     for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
-        sharing = tuple(len(slices_of[device]) for device in devices_of(batch_slice.replica))
-        seen[home] = SeenStep(tuple(profiles), sharing)
+        devices = devices_of(batch_slice.replica)
+        sharing = tuple(len(slices_of[device]) for device in devices)
+        # Of a replica on several devices, its outputs are taken to be on its own.
+        own = _beside_other_outputs(profiles[0], replicas, slices, batch_slice, sharing[0])
+        seen[home] = SeenStep((own, *profiles[1:]), sharing)
     return seen
+
+
+def _beside_other_outputs(
+    profile: Profile, replicas: ReplicaSet, slices: Sequence[BatchSlice], largest: BatchSlice, sharing: int
+) -> Profile:
+    """The step on the ``largest`` slice of its device, beside what other slices return."""
+    device = largest.replica.device
+    parts = 0.0
+    # All outputs are merged on the first device.
+    if device == replicas.root.device and largest.num_rows:
+        rows = sum(batch_slice.num_rows for batch_slice in slices)
+        parts = rows / largest.num_rows / sharing
+    if replicas.cuts_slices:
+        here = [one for one in slices if one.replica.device == device]
+        return beside_earlier_outputs(profile, max(1, len(here) // sharing), parts)
+    if len(slices) > 1:
+        return beside_merged_outputs(profile, parts)
+    return profile
 
 
 def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], *ways: bool) -> list[str]:

@@ -29,6 +29,7 @@ from lightning_dpx.lightning.rehearsal.manual_shadow_step import hide_optimizers
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step, sum_of
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import IsWorth
+from lightning_dpx.memory.profile.held_output import HeldOutput
 from lightning_dpx.memory.profile.profiler import FreshForward, Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
@@ -99,6 +100,11 @@ def devices_of(replica: Replica) -> list[torch.device]:
     if shift is None:
         return [replica.device]
     return [replica.device, shift.target]
+
+
+def merges_outputs(replicas: ReplicaSet) -> bool:
+    """Whether what the slices of a batch return is merged before any of them runs its backward."""
+    return len(replicas.devices) > 1 and replicas.cuts_batches and not replicas.cuts_slices
 
 
 def announce_profile(rows: int, device: torch.device) -> None:
@@ -188,7 +194,7 @@ class _SliceProfiler:
         with preserve_rng_state(self.replicas.devices, [self.replicas.root.module]), _Backwards(shadow) as backwards:
             profile = profile_step(
                 shadow,
-                lambda: end.loss(self.run(shadow, batch, rows)),
+                end.run_of(partial(self.run, shadow, batch, rows)),
                 self.device,
                 costs=_costs_of(self.device, rows, self.batch_slice.num_rows),
                 accumulates=self.accumulates,
@@ -463,7 +469,7 @@ def _on_shadow(
     end = _EndOfSlice(replicas, shadow)
     noted = trial_noted(batch_slice.replica.index, target, "training_step", _PURPOSE)
     with noted, preserve_rng_state(replicas.devices, [replicas.root.module]):
-        yield shadow, lambda batch: lambda: end.loss(run(shadow, batch, batch_slice.num_rows))
+        yield shadow, lambda batch: end.run_of(partial(run, shadow, batch, batch_slice.num_rows))
 
 
 def end_of_step(shadow: Any, output: Any) -> torch.Tensor | None:
@@ -497,40 +503,46 @@ class _EndOfSlice:
             self._finish = getattr(shadow, "training_step_end", None)
         # A batch that is not cut has its loss from the one output that there is.
         self._num_slices = parts * (len(replicas.replicas) if replicas.cuts_batches else 1)
+        # Micro-batches have their backwards before anything is merged.
+        self._is_merged = merges_outputs(replicas) and parts == 1
         self._dim = replicas.output_dim
         # The loss of all rows is computed on the first device alone; the others hold
         # outputs and their gradients.
         self._has_loss = torch.device(shadow.device) == replicas.root.device
         self._held: list[torch.Tensor] = []
 
-    def loss(self, output: Any) -> torch.Tensor | None:
-        """The scalar to run a backward of, for what the step returned.
+    def run_of(self, step: Callable[[], Any]) -> Run:
+        """A run of ``step`` that returns the scalar to run a backward of."""
+        if self._finish is not None and self._num_slices > 1:
+            return lambda: self._sum_for_all(step())
+        return HeldOutput(lambda: self._finished(step()), partial(end_of_step, self._shadow), is_merged=self._is_merged)
+
+    def _sum_for_all(self, output: Any) -> torch.Tensor | None:
+        """The sum of the outputs of a slice, beside which those of all slices are held.
 
         Raises:
-            NoLossError: there is none.
+            NoLossError: there is no loss.
         """
         # A profile runs the step several times, and what one run held must not count in the next.
         self._held.clear()
         finish = self._finish
         if finish is None or output is None:
             return end_of_step(self._shadow, output)
-        if self._num_slices == 1:
-            return end_of_step(self._shadow, self._finished(finish, output))
         # A backward of the slice needs a scalar: with the sum of its outputs
         # each of them gets a gradient.
         total = sum_of(output)
         # Hooks of the profile would take what this loss saves for a part of the
         # step; the innermost ones win.
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            self._hold_all(finish, output)
+            self._hold_all(output)
         return total
 
-    def _hold_all(self, finish: Callable[[Any], Any], output: Any) -> None:
+    def _hold_all(self, output: Any) -> None:
         """Allocates outputs of all rows and their gradients, until the step is profiled again."""
         merged = tree_map_only(torch.Tensor, self._of_all_rows, output)
         leaves = [leaf for leaf in tree_leaves(merged) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if self._has_loss:
-            loss = loss_to_plan_from(self._finished(finish, merged))
+            loss = loss_to_plan_from(self._finished(merged))
             gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
             for gradient in gradients:
                 if gradient is not None:
@@ -539,8 +551,11 @@ class _EndOfSlice:
             self._held += [torch.zeros_like(leaf) for leaf in leaves]
         self._held += leaves
 
-    def _finished(self, finish: Callable[[Any], Any], output: Any) -> Any:
-        """What ``training_step_end`` returns for an output; what it logs goes nowhere."""
+    def _finished(self, output: Any) -> Any:
+        """What ``training_step_end`` returns for an output, if there is one; what it logs goes nowhere."""
+        finish = self._finish
+        if finish is None or output is None:
+            return output
         batch_slice = BatchSlice(Replica(0, self._shadow.device, self._shadow), 1, None)
         # The real log waits for the step that counts.
         with StepLog(batch_slice).recording(self._shadow):

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
-
-import torch
 
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_overridden
@@ -22,6 +20,7 @@ from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradient
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded_units
 from lightning_dpx.memory.absent_ranks import NothingPinned, absent_ranks, shard_units
+from lightning_dpx.memory.profile.held_output import HeldOutput
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
 from lightning_dpx.python_objects.overrides import overridden
@@ -119,11 +118,8 @@ class _RankStep:
 
     def on(self, inputs: Any) -> Run:
         """The step on ``inputs``, which may be fakes."""
-
-        def step() -> torch.Tensor | None:
-            return end_of_step(self.module, unlogged_step(self.trainer, self.module, inputs, self.rows))
-
-        return step
+        step = partial(unlogged_step, self.trainer, self.module, inputs, self.rows)
+        return HeldOutput(step, partial(end_of_step, self.module))
 
     def profile(self) -> Profile:
         """Its activations, as of a module that is not sharded."""

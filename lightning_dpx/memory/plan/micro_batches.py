@@ -23,6 +23,7 @@ from lightning_dpx.memory.plan.offload import ways_to_offload
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.units import format_bytes
 
@@ -286,7 +287,7 @@ def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> C
     """The step in ``number`` micro-batches, each of which may take ``budget`` bytes, or as few as can be."""
     rows = largest_rows(profiles.rows, number)
     # In one piece a step finds no gradients of micro-batches before it.
-    profile = profiles.whole if number == 1 else profiles.of_part(rows)
+    profile = profiles.whole if number == 1 else beside_earlier_outputs(profiles.of_part(rows), number)
     # The first of two passes takes the time of a forward of all rows, and keeps nothing for backward.
     again = profiles.whole.forward_seconds if profiles.runs_twice and number > 1 else 0.0
     seconds = _seconds_of_all(profiles, number)

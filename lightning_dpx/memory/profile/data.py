@@ -254,6 +254,8 @@ class Profile:
             new ones to them; and how many bytes more, or less where the curve counts new gradients. Empty for a step
             that finds them.
         called: How often each module is called with gradients, by path; empty where calls were not counted.
+        returned: Bytes of the memory of what the step returns beside its loss.
+        merged: Bytes of the tensors in that, made anew.
     """
 
     values: tuple[SavedValue, ...]
@@ -279,6 +281,8 @@ class Profile:
     codes: tuple[CompiledCall, ...] = ()
     adding: tuple[tuple[int, int], ...] = ()
     called: tuple[tuple[str, int], ...] = ()
+    returned: int = 0
+    merged: int = 0
 
     @property
     def peak(self) -> int:

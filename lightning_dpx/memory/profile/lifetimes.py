@@ -12,6 +12,7 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.values import Unnamed, Value
 from lightning_dpx.memory.profile.costs import CostModel
+from lightning_dpx.memory.profile.held_output import end_forward
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
@@ -68,6 +69,7 @@ def natural_lifetimes(
     with trace, context(), hooks.active():
         result = run()
         count = len(trace.operators)
+        end_forward(run)
     if hooks.asks_itself:  # and the error was caught
         raise AsksItselfError
     # Asked before the result goes: what only the loss holds is there to the last.

@@ -37,6 +37,7 @@ from lightning_dpx.memory.profile.bookkeeping_in_step import measured_in_step, w
 from lightning_dpx.memory.profile.compiled_code import with_compiled_code
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import IsWorth, Profile, SavedStorage
+from lightning_dpx.memory.profile.held_output import HeldOutput, end_run
 from lightning_dpx.memory.profile.known_steps import KNOWN_STEPS
 from lightning_dpx.memory.profile.lifetimes import AsksItselfError, Lifetimes, natural_lifetimes
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
@@ -89,7 +90,7 @@ def profile_step(
     Args:
         module: The model; names of values are relative to it.
         run: One forward that returns the loss, or any tensor that requires grad; ``None`` from a step that runs all
-            its backwards itself.
+            its backwards itself. A :class:`HeldOutput` where its caller holds what else it returns.
         device: Where to look at the memory.
         backward: What to do with the result of ``run``.
         context: Entered for every forward, for example autocast.
@@ -127,6 +128,7 @@ def profile_step(
                 take_workspaces(device)
             return _profiled(step, compiled)
         finally:
+            end_run(run)
             step.costs.forget_reach()
 
 
@@ -287,6 +289,7 @@ def _watched_by(names: CallNames, step: _Step) -> Profile:
             traceback.clear_frames(asked.__traceback__)
             with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
                 lifetimes = natural_lifetimes(names, step.run, costs, step.context, copies=True)
+        end_run(step.run)
         with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
             at("watching a step")
             # Python's collector rests, so what the last run has left in cycles is still there, and
@@ -393,6 +396,7 @@ class _Course:
         forward_seconds: That these took.
         asks_itself: Whether the step runs a backward of its own.
         end: The event with which the step ends.
+        returned: Bytes of what it returns: of the memory, and of the tensors in it.
     """
 
     forward_events: int
@@ -400,6 +404,7 @@ class _Course:
     forward_seconds: float
     asks_itself: bool
     end: int
+    returned: tuple[int, int]
 
 
 def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: CallCounts) -> Profile:
@@ -452,6 +457,8 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         codes=codes,
         adding=tuple(adding.items()),
         called=tuple(sorted(counts.found.pop())),
+        returned=course.returned[0],
+        merged=course.returned[1],
     )
 
 
@@ -473,6 +480,11 @@ def _run_with_everything_kept(
         forward_seconds = trace.seconds
         # Autograd asks before the forward is over only where the step runs a backward of its own.
         asks_itself = bool(hooks.log.asks)
+        returned = (0, 0)
+        if isinstance(step.run, HeldOutput):
+            returned = step.run.bytes_in(trace)
+            trace.mark()  # the moment at which outputs of slices are merged
+            step.run.end_forward()
         # From here on every request may be the last one of its value, and gets no copy.
         hooks.is_over = True
         if result is None:  # by hand; without a backward that needs what was saved, all of it is a forward
@@ -482,6 +494,8 @@ def _run_with_everything_kept(
         else:
             hooks.try_new_values()
             step.backward(result)
+        # Within the trace: what is there at its end does not count as a part of the step.
+        end_run(step.run)
         synchronize(device)
     # The graph goes with the loss when this function returns: that is not part of the step any more.
     return _Course(
@@ -490,6 +504,7 @@ def _run_with_everything_kept(
         forward_seconds=forward_seconds,
         asks_itself=asks_itself,
         end=trace.now,
+        returned=returned,
     )
 
 

@@ -38,6 +38,8 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         forward_seconds=line.time(few.forward_seconds, more.forward_seconds),
         calls=tuple(map(line.call, few.calls, more.calls)),
         codes=tuple(map(line.code, few.codes, more.codes)),
+        returned=line.size(few.returned, more.returned),
+        merged=line.size(few.merged, more.merged),
     )
 
 
@@ -196,6 +198,8 @@ def scaled(profile: Profile, factor: float, in_time: float | None = None) -> Pro
         calls=tuple(_scaled(call, factor, in_time) for call in profile.calls),
         codes=tuple(_scaled_code(call, factor, in_time) for call in profile.codes),
         overhead=profile.overhead.scaled(in_time),
+        returned=round(profile.returned * factor),
+        merged=round(profile.merged * factor),
     )
 
 

@@ -156,3 +156,32 @@ def test_a_refusal_names_what_was_unfrozen_since_the_last_plan() -> None:
     with pytest.raises(dpx.BudgetError) as error:
         trainer.fit(Unfreezes(), data)
     assert "a step that trained less: " in "".join(error.value.__notes__)
+
+
+class ReturnsLogits(LightningModule):
+    """Returns what its loss is made of, or does not."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 1024)
+        self.returns = returns
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.layer(batch[0])
+        loss = logits.log_softmax(-1)[:, 0].mean()
+        return {"loss": loss, "logits": [logits]} if self.returns else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_a_step_returns_counts_as_lightning_holds_it() -> None:
+    """The logits are there beside the gradients of theirs, to the end of the step."""
+    peaks = []
+    for returns in (False, True):
+        planner = dpx.ActivationPlanner(budget="1GiB")
+        trainer = make_trainer(strategy="auto", max_epochs=1, callbacks=[planner])
+        trainer.fit(ReturnsLogits(returns=returns), DataLoader(TensorDataset(torch.randn(64, 32)), 64))
+        assert planner.profile is not None
+        peaks.append(planner.profile.peak)
+    assert peaks[1] - peaks[0] == pytest.approx(64 * 1024 * 4, rel=0.01)

@@ -1,5 +1,6 @@
 """A step that does not fit is profiled on fewer of its rows, and its plan is for all of them; looks for a loss."""
 
+import re
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +14,7 @@ import lightning_dpx as dpx
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.memory.profiling import profile_slice
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
+from lightning_dpx.units import parse_bytes
 from tests.conftest import SIMULATED, make_trainer, simulate_room
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -93,8 +95,9 @@ def fitted(sim: Any, refusals: int = 0, kind: type[Gates] = Gates, **options: An
     torch.manual_seed(0)
     peaks = Peaks(sim)
     rows = torch.randn(3 * ROWS, 4, NARROW, generator=torch.Generator().manual_seed(0))
-    strategy = dpx.DPXStrategy(micro_batches=1, **options)
-    trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1, callbacks=[peaks])
+    devices = options.pop("devices", 1)
+    strategy = dpx.DPXStrategy(**{"micro_batches": 1, **options})
+    trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=devices, callbacks=[peaks])
     token = REFUSALS.set(refusals)
     try:
         trainer.fit(kind(), DataLoader(TensorDataset(rows), ROWS))
@@ -178,3 +181,32 @@ def test_each_number_of_fewer_rows_is_tried_once(rows: int, tried: list[int]) ->
     with pytest.raises(PlanError, match=f"Not even 4 of {rows} rows fit"):
         profile_slice(replicas, BatchSlice(replicas.root, rows, torch.ones(rows, NARROW)), run)
     assert found == tried
+
+
+class ReturnsLogits(Gates):
+    """Returns what the loss was made of, which is as large as all that is kept of two gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(NARROW, 8 * WIDE)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (rows,) = batch
+        logits = self.head(self.net(rows))
+        return {"loss": logits.log_softmax(-1)[..., 0].mean(), "found": [logits.detach()]}
+
+
+def smallest_budget(sim: Any, kind: type[Gates], **options: Any) -> int:
+    """Bytes that a refusal names."""
+    with pytest.raises(dpx.BudgetError) as refused:
+        fitted(sim, kind=kind, memory_budget=sim.memory_allocated(0) + 500_000, plan_cache=False, **options)
+    least = re.search(r"it must allow at least ([\d.]+ \w+)", "".join(refused.value.__notes__))
+    assert least is not None
+    return parse_bytes("least", least[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 4}, {"devices": 2}], ids=["one", "micro", "two"])
+def test_what_a_step_returns_beside_its_loss_is_within_the_budget(options: dict[str, Any], sim: Any) -> None:
+    budget = smallest_budget(sim, ReturnsLogits, **options)
+    peaks = fitted(sim, kind=ReturnsLogits, memory_budget=budget, plan_cache=False, **options).found
+    assert 0.9 * budget < max(peaks[1:]) <= budget
