@@ -273,14 +273,14 @@ class Rematerialization(GraphTape):
             if self.twins is None or self.twins.is_of_step(value):
                 self._forward.kept += tensor.nbytes
                 self._note_most()
-            if self._is_compressed(value):
+            if self.is_like(value, self.actions.compressed):
                 # It is expanded from no other value, so whether it stays is known at once.
                 if compress(value):
                     value.uncached = name in self._uncached_order
                 elif name in self.actions.compressed:
                     self.refused[name] = "it is not a mask this time"
             # A plan that was made for a device can be followed on the host, but for this.
-            elif name in self.actions.offloaded and not is_host(tensor.device):
+            elif not is_host(tensor.device) and self.is_like(value, self.actions.offloaded):
                 offload(value, self._offloading)
 
     def _note_most(self) -> None:
@@ -292,13 +292,14 @@ class Rematerialization(GraphTape):
         forward.looked_at = forward.kept
         forward.most = max(forward.most, self.twins.bytes_kept(self.known.present()))
 
-    def _is_compressed(self, value: Value) -> bool:
-        """Whether the plan compresses the value, or where it does not know it, one that is its twin."""
-        if value.name in self.actions.compressed:
+    def is_like(self, value: Value, names: Collection[str]) -> bool:
+        """Whether the value is one of these of the plan, or where the plan does not know it, has one as its twin."""
+        if value.name in names:
             return True
-        if self.twins is None or not self.twins.is_other(value):
+        # Most plans compress and offload nothing, and this is asked of every value that is kept.
+        if not names or self.twins is None or not self.twins.is_other(value):
             return False
-        return any(twin in self.actions.compressed for twin in self.twins.of(value))
+        return any(twin in names for twin in self.twins.of(value))
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""

@@ -98,6 +98,10 @@ class Twins:
             return False
         return bool(value.operator or value.name in self._decided or self._twins_of(value.name, value.operator))
 
+    def is_of_forward(self, value: Value) -> bool:
+        """Whether the memory of ``value`` is not that of what the forward takes."""
+        return value.identity is None or value.identity.storage not in self.given
+
     def drop(self, value: Value) -> bool:
         """Whether ``value``, which the plan does not drop, is dropped if a recipe for it is known."""
         # What a recipe gives was compared for the plan's own operators only.
@@ -107,6 +111,10 @@ class Twins:
         if not twins:
             return value.name not in self._decided
         return any(self._decided[twin].is_dropped for twin in twins)
+
+    def are_made_like(self, names: Collection[str]) -> frozenset[str]:
+        """The operators that have made the values of these names."""
+        return frozenset(self._decided[name].operator for name in names if name in self._decided)
 
     def of(self, value: Value) -> Collection[str]:
         """The names of its twins."""

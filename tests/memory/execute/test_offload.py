@@ -15,6 +15,7 @@ from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED, sim_device
+from tests.memory.execute.test_practised import Skipping
 from tests.memory.models import AWKWARD, ORDINARY, CustomFunction
 from tests.memory.plan.test_planning import SavedLate, measured_peak
 from tests.shifting.test_offload import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fail_in_backward, fetches
@@ -321,3 +322,31 @@ def test_a_plan_of_a_device_is_followed_on_the_host_but_for_what_it_offloads() -
     assert dpx.estimate_cost(module, plan, x)["peak"] == dpx.search_plan(module, x, budget=1.0).peak
     dpx.apply_plan(module, plan)
     assert all(map(torch.equal, gradients(module, x), expected))
+
+
+def held_by_forward(module: nn.Module, x: Tensor) -> int:
+    """Bytes that a forward leaves for its backward."""
+    (before,) = allocated(x.device)
+    loss = module(x).square().mean()
+    (after,) = allocated(x.device)
+    loss.backward()
+    return after - before
+
+
+@on_sim
+@pytest.mark.parametrize("steps_before", [0, 20], ids=["soon", "late"])
+def test_layers_that_the_planned_step_skipped_are_offloaded_like_those_that_it_had(steps_before: int) -> None:
+    torch.manual_seed(0)
+    module, x = Skipping().to(SIM), torch.randn(ROWS, 64).to(SIM)
+    plain = copy.deepcopy(module)
+    module.left_out = {1, 2}
+    plan = all_offloaded(module, x, 0)
+    expected = held_by_forward(plain, x)
+    applied = dpx.apply_plan(module, plan, watches=True)
+    # After so many the hooks follow a routine, which the layers are not in.
+    for _ in range(steps_before):
+        gradients(module, x)
+    assert applied.values is not None
+    module.left_out = set()
+    assert held_by_forward(module, x) < 0.1 * expected
+    assert all(map(torch.equal, gradients(module, x), gradients(plain, x)))

@@ -229,6 +229,31 @@ def test_other_operators_in_a_known_place_end_the_routine_and_not_the_savings() 
     assert values_of(applied).is_routine
 
 
+def test_masks_are_compressed_in_a_forward_that_has_lost_its_routine() -> None:
+    torch.manual_seed(3)
+    module, x = DroppingOut(), torch.randn(ROWS, 64)
+    plain = copy.deepcopy(module)
+    plan = dpx.search_plan(module, x, budget=0.35)
+    assert plan.names("compress")
+    applied = dpx.apply_plan(module, plan)
+    whole = peak_of(module, x)
+    peak_of(module, x)
+    for each in (module, plain):
+        each.blocks[0][1].forward = torch.relu
+    torch.manual_seed(1)
+    ours = gradients_of(module, x)
+    assert values_of(applied).num_losses == 1
+    torch.manual_seed(1)
+    assert all(map(torch.equal, ours, gradients_of(plain, x)))
+    dpx.remove_plan(module)
+    del module.blocks[0][1].forward
+    dpx.apply_plan(module, plan)
+    for _ in range(2):
+        peak_of(module, x)
+    module.blocks[0][1].forward = torch.relu
+    assert peak_of(module, x) <= 1.2 * whole < 0.5 * peak_of(plain, x)
+
+
 def test_one_call_more_than_ever_is_dropped_as_well() -> None:
     module, plain, x, plan = make(0.4)
     applied = dpx.apply_plan(module, plan)
