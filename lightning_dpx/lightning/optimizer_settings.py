@@ -114,11 +114,16 @@ class OptimizerSettings:
             raise
         finally:
             self._before = None
+        after_first = self._after_first
         self.has_changed = not before.is_current
-        if self._after_first is not None:
-            # The first slice may have changed nothing, and a later one something.
-            self.has_changed |= not self._after_first.is_current
-            self._after_first.restore()
+        if after_first is None:
+            return
+        # The first slice may have changed nothing, and a later one something.
+        if after_first is not before:
+            self.has_changed |= not after_first.is_current
+        # As good as always all are as they were: to put them back took as long as to ask twice more.
+        if self.has_changed:
+            after_first.restore()
 
     def begin_slice(self) -> None:
         """One slice begins, those before it are over."""
