@@ -95,15 +95,15 @@ class BufferSync:
         if not _alike(self._root.buffers, replica.buffers):
             self._replace(replica)
 
-    @torch.no_grad()
     def copy(self) -> None:
-        # Without a look at versions: unlike parameters, most buffers change in every step (batch norm's statistics).
         if not self._root.buffers:
             return
-        for replica in self._others:
-            for source, target in zip(self._root.buffers, replica.buffers, strict=True):
-                if target is not source:
-                    target.copy_(source, non_blocking=True)
+        # Without a look at versions: unlike parameters, most buffers change in every step (batch norm's statistics).
+        with torch.no_grad():
+            for replica in self._others:
+                for source, target in zip(self._root.buffers, replica.buffers, strict=True):
+                    if target is not source:
+                        target.copy_(source, non_blocking=True)
 
     def _replace(self, replica: Replica) -> None:
         """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""

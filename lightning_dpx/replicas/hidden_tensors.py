@@ -72,11 +72,14 @@ class HiddenTensors:
         """Before the next step, the bits of all parameters are looked at."""
         self._looks = True
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Before a step: the copies get the values of their sources."""
-        if not self._pairs:
-            return
+        # Asked of every replica in every step, and most modules have none: the block alone took longer.
+        if self._pairs:
+            with torch.no_grad():
+                self._follow()
+
+    def _follow(self) -> None:
         self._steps += 1
         # To read the bits of all waits for the device. So it is done in the first steps, now and
         # then, and where writes without a trace are customary (mark_changed).

@@ -79,12 +79,14 @@ class ParameterSync:
         self._owners = list(owners) if any(owners) else []
         self._flags = [parameter.requires_grad for parameter in self._root.parameters]
 
-    @torch.no_grad()
     def optimizer_stepped(self) -> None:
         """The owners have new values, perhaps written without a trace; with other owners all replicas get them now."""
         self.mark_changed()
-        if not self._owners:
-            return
+        if self._owners:
+            self._copy_from_owners()
+
+    @torch.no_grad()
+    def _copy_from_owners(self) -> None:
         replicas = self._primaries
         values = [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
         for replica in replicas:
@@ -122,7 +124,6 @@ class ParameterSync:
                 mine.requires_grad_(theirs.requires_grad)
             self._flags[index] = mine.requires_grad
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Before a forward, or where parameters change in the middle of a step: all replicas get replica 0's.
 
