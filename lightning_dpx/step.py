@@ -245,8 +245,9 @@ class TrainingStep:
             else:
                 kept.append(batch_slice)
                 results.append(output)
+        counts = weights_of(kept)
         # Rows without a loss weigh nothing among processes, either.
-        self._rows += sum(weights_of(kept).of_loss)
+        self._rows += sum(counts.of_loss)
         # Lightning skips the backward, after which buffers would be collected.
         if not kept:
             self._pending = []
@@ -265,7 +266,7 @@ class TrainingStep:
         if len({isinstance(output, torch.Tensor) for output in results}) > 1:
             names = ", ".join(type(output).__name__ for output in results)
             raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
-        return self._merge(kept, results)
+        return self._merge(kept, results, counts)
 
     def _say_that_some_have_no_loss(self, slices: Sequence[BatchSlice]) -> None:
         if not self._said_none:
@@ -276,11 +277,10 @@ class TrainingStep:
             )
         self._said_none = True
 
-    def _merge(self, slices: list[BatchSlice], outputs: list[Any]) -> Any:
+    def _merge(self, slices: list[BatchSlice], outputs: list[Any], counts: Weights) -> Any:
         """One leaf from losses that each have a graph of their own, which waits for the leaf's gradient."""
         losses = [loss_of(output) for output in outputs]
         device = self._replicas.root.device
-        counts = weights_of(slices)
         # Their graphs must not hang on the leaf; each replica walks its own, in the second phase.
         values = [loss.detach() for loss in losses]
         reduction = self.rules.reduction(values, counts)

@@ -9,6 +9,8 @@ import torch
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.torch_compat import privateuse1_backend_name
 
+_NOTHING = nullcontext()  # keeps nothing between its blocks, so one serves all tasks of all steps
+
 
 def canonical_device(device: torch.device | str) -> torch.device:
     """The physical device behind ``device``: an index for every accelerator, none for the host.
@@ -117,7 +119,7 @@ def distinct_devices(devices: Sequence[torch.device]) -> list[torch.device]:
 def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Makes ``device`` current for the calling thread; nothing to do where there is no other of its type."""
     if is_host(device) or is_only_of_its_type(device):
-        return nullcontext()
+        return _NOTHING
     # The current device is one of the thread, so a worker has to be told.
     context: AbstractContextManager[object] = torch.get_device_module(device).device(device)
     return context

@@ -36,7 +36,7 @@ _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made in every step
 class ExpectedGradient:
     """What the backward of the merged loss will begin with.
 

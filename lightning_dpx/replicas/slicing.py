@@ -277,7 +277,7 @@ class BatchSlicer:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in every step
 class CountedBatch:
     """A batch whose rows are certain.
 

@@ -41,7 +41,7 @@ class SlicesFail(RehearsalEnded):
         self.advice = advice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made in every step
 class Call:
     """What the trainer called.
 

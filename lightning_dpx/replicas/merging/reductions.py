@@ -40,11 +40,13 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], devi
     if len(values) == 1:
         return values[0].to(device)
     total = float(sum(weights))
+    # On the host, and where replicas share a device, all are there already.
+    here = [value if value.device == device else value.to(device) for value in values]
     # Weights are divided before they multiply: the products are no larger than the values, so
     # that half precision does not overflow on the way.
-    mean = values[0].to(device) * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean = torch.add(mean, value.to(device), alpha=weight / total)
+    mean = here[0] * (weights[0] / total)
+    for value, weight in zip(here[1:], weights[1:], strict=True):
+        mean = torch.add(mean, value, alpha=weight / total)
     return mean
 
 

@@ -30,7 +30,7 @@ class Rule:
     blocks: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: five are made in every step, and that would cost 1 us each
 class Weights:
     """What the slices count.
 
