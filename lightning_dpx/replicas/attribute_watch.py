@@ -79,10 +79,10 @@ class AttributeWatch:
         if list(map(len, states)) != self._sizes:
             return False
         try:
-            values = list(chain.from_iterable(map(operator.call, self._readers, states)))
+            values = chain.from_iterable(map(operator.call, self._readers, states))
+            return all(map(operator.is_, values, self._values))
         except KeyError:  # one was deleted, and another one set
             return False
-        return all(map(operator.is_, values, self._values))
 
     def _is_as_noted(self, place: int) -> bool:
         noted = self._noted[place]

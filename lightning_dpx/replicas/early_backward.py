@@ -308,9 +308,11 @@ def _set_flags(replica: Replica, flags: Sequence[bool]) -> None:
 def _taken(replica: Replica, freed: Collection[int] = ()) -> list[torch.Tensor | None]:
     """The gradients of the parameters, which have none then; without those of parameters with ids in ``freed``."""
     gradients = list(map(_GRADIENT, replica.parameters))
-    for index, parameter in enumerate(replica.parameters):
-        if gradients[index] is not None:
-            parameter.grad = None
+    if freed:
+        for index, parameter in enumerate(replica.parameters):
             if id(parameter) in freed:
                 gradients[index] = None
+    # Without a look at what is there: to take nothing off is cheaper.
+    for parameter in replica.parameters:
+        parameter.grad = None
     return gradients

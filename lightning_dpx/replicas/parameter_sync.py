@@ -154,6 +154,8 @@ class ParameterSync:
 
     def _follow_structure(self, owned: list[nn.Parameter]) -> None:
         """Names, shapes, storages and flags of all replicas are those of ``owned``."""
+        if not self._copies:  # micro-batches of one device: all have the very parameters of the first
+            return
         # What the first replica has is read once and compared K - 1 times: for 2,000 parameters of eight
         # replicas that takes half of the 30 ms of comparing in pairs.
         shapes = self._last.shapes
