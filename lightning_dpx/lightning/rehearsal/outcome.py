@@ -62,15 +62,24 @@ class Call:
     @property
     def dataloader_idx(self) -> int:
         """Of an evaluation with several loaders."""
-        if self.name != "training_step" and len(self.args) > 2:
-            index: int = self.args[2]
-            return index
-        return 0
+        return self.key[1]
 
     @property
     def key(self) -> Key:
-        """What rules are found for: by loader, as each may give batches of another kind."""
-        return self.name, self.dataloader_idx
+        """What rules are found for."""
+        return key_of(self.name, self.args)
+
+
+def key_of(name: str, args: Sequence[Any]) -> Key:
+    """What rules are found for: by loader, as each may give batches of another kind.
+
+    Args:
+        name: Of a step.
+        args: What it is called with.
+    """
+    if name != "training_step" and len(args) > 2:
+        return name, args[2]
+    return name, 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,15 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.lightning.rehearsal.fallbacks import Fallbacks
 from lightning_dpx.lightning.rehearsal.known_rules import KnownRules
-from lightning_dpx.lightning.rehearsal.outcome import Call, Key, NotRehearsed, Outcome, PartsAppear, SlicesFail
+from lightning_dpx.lightning.rehearsal.outcome import (
+    Call,
+    Key,
+    NotRehearsed,
+    Outcome,
+    PartsAppear,
+    SlicesFail,
+    key_of,
+)
 from lightning_dpx.lightning.rehearsal.recurrence import Recurrence
 from lightning_dpx.lightning.rehearsal.rehearsal import NOT_ALIKE, Rehearsal
 from lightning_dpx.lightning.rehearsal.spot_checks import SpotChecks
@@ -110,8 +118,7 @@ class Verification:
         Raises:
             ParityError: it is not what it is on one device, and ``verify="raise"``.
         """
-        call = _call_of(name, slices, args, kwargs)
-        key = call.key
+        key = key_of(name, args)
         if not is_known:
             self._follow_recurrence(key)
         # What is expected of this batch stays so until it has run: a check of it does not end that.
@@ -122,14 +129,14 @@ class Verification:
             # Before the rehearsal, which may have the batch cut otherwise and come by here again.
             self._done.add(key)
             with self._trial():
-                self._rehearse(call)
+                self._rehearse(_call_of(name, slices, args, kwargs))
         elif len(slices) > 1 and _least_rows_of(slices) < self._least_rows.get(key, 0):
             with self._trial():
-                rehearses = self._check_smaller_slices(call, _least_rows_of(slices))
+                rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif self._known.is_checked(key) and len(slices) > 1 and not self._lacks_room(name):
             if not is_known and self._spot_checks.is_due(key):
                 with self._trial():
-                    rehearses = self._look_again(call)
+                    rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
             self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
