@@ -9,6 +9,7 @@ of their optimizers instead (`manual/replica_views.py`).
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -50,9 +51,11 @@ class SettingsSnapshot:
     @property
     def is_current(self) -> bool:
         """Whether nothing has changed since."""
-        if any(version_counter(tensor) != version for tensor, version, _ in self._tensors):
-            return False
-        return all(_are_same(now, before) for now, before in self._held)
+        # Asked at every slice: two generators would cost as much as what they ask.
+        for tensor, version, _ in self._tensors:
+            if version_counter(tensor) != version:
+                return False
+        return all(starmap(_are_same, self._held))
 
     def again(self) -> "SettingsSnapshot":
         """A snapshot of the same optimizers and schedulers, as they are now."""

@@ -165,12 +165,15 @@ def slice_batch(
         SliceError: a dim is out of range.
     """
     if (size := _size_of_plain_tensors(batch, batch_dim)) is not None and size == sum(sizes):
-        # The usual batch, in every step: nothing is read, and no path is made of it.
-        columns = [cut_array(tensor, sizes, batch_dim) for tensor in batch]  # type: ignore[arg-type]
-        slices: list[Any] = [type(batch)(parts) for parts in zip(*columns, strict=True)]
-    else:
-        reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
-        slices = _with_gaps(reading.cut([size for size in sizes if size]), sizes)
+        return _cut_plain_tensors(batch, sizes, batch_dim)  # type: ignore[arg-type]
+    reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
+    return _with_gaps(reading.cut([size for size in sizes if size]), sizes)
+
+
+def _cut_plain_tensors(batch: Any, sizes: Sequence[int], dim: int) -> list[Any]:
+    """The slices of the usual batch, in every step: nothing is read, and no path is made of it."""
+    columns = [cut_array(tensor, sizes, dim) for tensor in batch]
+    slices: list[Any] = list(map(type(batch), zip(*columns, strict=True)))
     # An empty view is no slice: a step on it would divide by zero rows.
     for index, size in enumerate(sizes):
         if not size:
@@ -306,7 +309,11 @@ class CountedBatch:
     def cut(self, sizes: Sequence[int]) -> list[Any]:
         """See :meth:`BatchSlicer.cut`."""
         if self.reading is None:
-            return self.slicer.cut(self.batch, sizes)
+            if self.slicer.slicer is not None:
+                return self.slicer.cut(self.batch, sizes)
+            dim = self.slicer.batch_dim
+            assert isinstance(dim, int), "batches of plain tensors alone are not read"
+            return _cut_plain_tensors(self.batch, sizes, dim)
         parts = self.reading.cut([size for size in sizes if size])
         return _with_gaps(parts, sizes)
 

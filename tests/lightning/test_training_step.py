@@ -16,9 +16,9 @@ from tests.conftest import make_loader, make_trainer
 PACKAGE = lightning_dpx.__path__[0]
 TRAINER = inspect.getfile(Trainer).removesuffix("trainer.py")
 MOST_FRAMES = 7  # between Lightning and the user's training_step
-# Python calls of this package in a step of a module without hooks: 65, 410, 59 and 60 when they were counted. What a
+# Python calls of this package in a step of a module without hooks: 65, 403, 54 and 55 when they were counted. What a
 # step costs beside the model follows them, and no clock of a busy machine tells it as well.
-MOST_CALLS = {"one device": 70, "a step": 430, "of a micro-batch": 61, "of a replica": 62}
+MOST_CALLS = {"one device": 70, "a step": 420, "of a micro-batch": 56, "of a replica": 57}
 
 
 class Diary(LightningModule):
