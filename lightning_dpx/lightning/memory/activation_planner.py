@@ -23,9 +23,10 @@ from lightning_dpx.lightning.lightning_api import (
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep
-from lightning_dpx.lightning.memory.profiling import NoLossError, end_of_step, keeps_gradients
+from lightning_dpx.lightning.memory.slice_loss import NoLossError, end_of_step
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps

@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dpx.lightning.expected_gradient import LossGradient
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
-from lightning_dpx.lightning.memory.profiling import Step, keeps_earlier_gradients, run_once
+from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients
+from lightning_dpx.lightning.memory.shadow_slice import Step
+from lightning_dpx.lightning.memory.slice_timing import run_once
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.replicas import BatchSlice
 

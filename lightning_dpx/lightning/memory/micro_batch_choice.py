@@ -15,15 +15,13 @@ import torch
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.part_profiles import PartProfiles
 from lightning_dpx.lightning.memory.profiled_steps import TriedSteps, by_device
-from lightning_dpx.lightning.memory.profiling import (
-    NoLossError,
-    Step,
-    devices_of,
-    keeps_gradients,
-)
+from lightning_dpx.lightning.memory.profiling import devices_of
+from lightning_dpx.lightning.memory.shadow_slice import Step
+from lightning_dpx.lightning.memory.slice_loss import NoLossError
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch

@@ -3,16 +3,12 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
 from lightning_dpx.lightning.memory.profiled_steps import TriedSteps
-from lightning_dpx.lightning.memory.profiling import (
-    Step,
-    announce_profile,
-    first_rows_of,
-    keeps_gradients,
-    merges_outputs,
-    profile_slice,
-)
+from lightning_dpx.lightning.memory.profiling import announce_profile, profile_slice
+from lightning_dpx.lightning.memory.shadow_slice import Step, first_rows_of
+from lightning_dpx.lightning.memory.slice_loss import merges_outputs
 from lightning_dpx.memory import Profile
 from lightning_dpx.memory.micro_batches import TooFewRowsError, told_as_too_few_rows
 from lightning_dpx.memory.profile.data import IsWorth

@@ -16,6 +16,7 @@ from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePl
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
+from lightning_dpx.lightning.memory.loss_probe import leaves_graph, look_for_loss
 from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.plans_of_device import MicroBatchFigures, announcement, origin, plans_of_device
@@ -24,15 +25,10 @@ from lightning_dpx.lightning.memory.profiled_steps import (
     by_device,
     profiled_steps,
 )
-from lightning_dpx.lightning.memory.profiling import (
-    NoBackwardError,
-    NoLossError,
-    Step,
-    devices_of,
-    leaves_graph,
-    look_for_loss,
-)
+from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.room_check_schedule import Confirmation
+from lightning_dpx.lightning.memory.shadow_slice import Step
+from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps

@@ -9,7 +9,9 @@ import torch
 from lightning_dpx.lightning.lightning_api import Trainer
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
-from lightning_dpx.lightning.memory.profiling import Step, announce_profile, devices_of, merges_outputs, profile_slice
+from lightning_dpx.lightning.memory.profiling import announce_profile, devices_of, profile_slice
+from lightning_dpx.lightning.memory.shadow_slice import Step
+from lightning_dpx.lightning.memory.slice_loss import merges_outputs
 from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs, beside_merged_outputs
 from lightning_dpx.replicas import BatchSlice, ReplicaSet

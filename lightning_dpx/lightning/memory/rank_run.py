@@ -16,7 +16,8 @@ from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_bat
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
 from lightning_dpx.lightning.memory.dry_run.slice_planners import plan_step
 from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, unlogged_step
-from lightning_dpx.lightning.memory.profiling import end_of_step, keeps_gradients
+from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
+from lightning_dpx.lightning.memory.slice_loss import end_of_step
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded_units
 from lightning_dpx.memory.absent_ranks import NothingPinned, absent_ranks, shard_units

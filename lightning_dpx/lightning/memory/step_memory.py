@@ -20,12 +20,12 @@ from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
+from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import by_device
-from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox

@@ -6,7 +6,7 @@ a backward, as where weights are found without gradients: after as many it is pl
 """
 
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
-from lightning_dpx.lightning.memory.profiling import NoLossError
+from lightning_dpx.lightning.memory.slice_loss import NoLossError
 from lightning_dpx.powers import is_power_of_two
 
 _MOST_LOOKS = 8  # in a row, at every step; later ones are at steps 16, 32, 64, ...

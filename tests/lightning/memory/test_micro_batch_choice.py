@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory import profiling
+from lightning_dpx.lightning.memory import loss_probe, profiling, slice_timing
 from lightning_dpx.lightning.rehearsal import verification
 from lightning_dpx.memory import Planner
 from lightning_dpx.memory.plan.problem import Choice, Problem
@@ -164,7 +164,7 @@ def test_no_step_has_garbage_of_before_the_choice_beside_it(monkeypatch: pytest.
     # user's they search their own.
     gc.unfreeze()
     own = TrialGarbage()
-    for trial in (profiling, verification):
+    for trial in (loss_probe, profiling, slice_timing, verification):
         monkeypatch.setattr(trial, "TRIAL_GARBAGE", own)
     module = Tower()
     garbage = LeavesGarbage()

@@ -59,21 +59,6 @@ class Gates(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class SkipsTheFirst(Gates):
-    """Has no loss for its first batch, and writes to a parameter in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.Parameter(torch.zeros(()), requires_grad=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-        with torch.no_grad():
-            self.steps += 1
-        if batch_idx:
-            return super().training_step(batch, batch_idx)
-        return None
-
-
 class Peaks(Callback):
     """Bytes on the first simulated device at a time, step by step."""
 
@@ -121,24 +106,6 @@ def test_a_plan_from_fewer_rows_is_for_the_values_of_all(share: float, sim: Any,
     assert "steps differ" not in caplog.text
 
 
-returns_none = pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
-
-
-@returns_none
-def test_a_look_for_a_loss_leaves_parameters_as_they_were(sim: Any) -> None:
-    seen = fitted(sim, kind=SkipsTheFirst, memory_budget="1GiB", plan_cache=False, verify="off")
-    assert seen.state["steps"] == 3
-
-
-@returns_none
-def test_a_look_for_a_loss_without_room_leads_to_a_profile_of_fewer_rows(sim: Any, caplog: Any) -> None:
-    before = sim.memory_allocated(0)
-    budget = before + int(0.6 * (peak_of_fit(sim) - before))
-    seen = fitted(sim, 3, SkipsTheFirst, memory_budget=budget, plan_cache=False, verify="off")
-    assert "profiled on 1/4 of the rows, because all did not fit" in caplog.text
-    assert max(seen.found[1:]) <= budget
-
-
 def test_a_later_run_that_has_room_for_all_rows_profiles_them(sim: Any, caplog: Any, tmp_path: Any) -> None:
     """Times and what grows otherwise than the rows are guessed from fewer, which is no need there any more."""
     before = sim.memory_allocated(0)
@@ -183,19 +150,6 @@ def test_each_number_of_fewer_rows_is_tried_once(rows: int, tried: list[int]) ->
     assert found == tried
 
 
-class ReturnsLogits(Gates):
-    """Returns what the loss was made of, which is as large as all that is kept of two gates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(NARROW, 8 * WIDE)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        (rows,) = batch
-        logits = self.head(self.net(rows))
-        return {"loss": logits.log_softmax(-1)[..., 0].mean(), "found": [logits.detach()]}
-
-
 def smallest_budget(sim: Any, kind: type[Gates], **options: Any) -> int:
     """Bytes that a refusal names."""
     with pytest.raises(dpx.BudgetError) as refused:
@@ -203,10 +157,3 @@ def smallest_budget(sim: Any, kind: type[Gates], **options: Any) -> int:
     least = re.search(r"it must allow at least ([\d.]+ \w+)", "".join(refused.value.__notes__))
     assert least is not None
     return parse_bytes("least", least[1])
-
-
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 4}, {"devices": 2}], ids=["one", "micro", "two"])
-def test_what_a_step_returns_beside_its_loss_is_within_the_budget(options: dict[str, Any], sim: Any) -> None:
-    budget = smallest_budget(sim, ReturnsLogits, **options)
-    peaks = fitted(sim, kind=ReturnsLogits, memory_budget=budget, plan_cache=False, **options).found
-    assert 0.9 * budget < max(peaks[1:]) <= budget

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dpx as dpx
 from lightning_dpx.lightning import Settings, dry_run
 from lightning_dpx.lightning.memory.dry_run import place
-from lightning_dpx.lightning.memory.profiling import TimedSlice
+from lightning_dpx.lightning.memory.slice_timing import TimedSlice
 from lightning_dpx.lightning.tuning import TuneOptions, batch_size_tuner, tune_batch_size
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.memory.profile import costs, timing_effort

@@ -12,7 +12,7 @@ from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
 from lightning_dpx.lightning.memory.freed_gradients import may_free_gradients
-from lightning_dpx.lightning.memory.profiling import keeps_earlier_gradients
+from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients
 from lightning_dpx.memory import BesideActivations, MemoryPlan
 from lightning_dpx.reducers import make_reducer
 

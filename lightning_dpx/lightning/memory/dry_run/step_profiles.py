@@ -17,16 +17,10 @@ from lightning_dpx.lightning.memory.batch_shapes import arrays_in
 from lightning_dpx.lightning.memory.dry_run.device_forecast import counts_gradients
 from lightning_dpx.lightning.memory.dry_run.place import describe_measured
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
+from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.planning_cache import is_short_of_rows, key_of_run_step
-from lightning_dpx.lightning.memory.profiling import (
-    TimedSlice,
-    keeps_gradients,
-    profile_absent_slice,
-    profile_slice,
-    run_once,
-    seconds_of_slice,
-    timed_slice,
-)
+from lightning_dpx.lightning.memory.profiling import profile_absent_slice, profile_slice
+from lightning_dpx.lightning.memory.slice_timing import TimedSlice, run_once, seconds_of_slice, timed_slice
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox
 from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.memory.profile.roofline import Rates
