@@ -29,7 +29,7 @@ from lightning_dpx.lightning.memory.profiled_steps import SeenStep
 from lightning_dpx.lightning.memory.slice_loss import NoLossError, end_of_step
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
 from lightning_dpx.lightning.memory.trained_parameters import TrainedParameters
-from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
+from lightning_dpx.lightning.memory.unplanned_steps import UnplannedSteps
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox, hide_optimizers
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.memory import (
@@ -116,7 +116,7 @@ class ActivationPlanner(Callback):
         self._trained = TrainedParameters()
         self._without_loss = StepsWithoutLoss()
         self._profiles = list[Profile]()
-        self._other_steps = OtherSteps()
+        self._unplanned_steps = UnplannedSteps()
         # Hooks have no block to put a context around: one enters it, another closes it.
         self._step = ExitStack()
 
@@ -190,24 +190,24 @@ class ActivationPlanner(Callback):
         self._trained = TrainedParameters()
         self._without_loss = StepsWithoutLoss()
         self._profiles = []
-        self._other_steps = OtherSteps()
+        self._unplanned_steps = UnplannedSteps()
         self._cache.start()
 
     def _is_open(self, module: LightningModule, batch: Any) -> bool:
         """Whether nothing is planned for a batch of that shape, or for steps such as an earlier one was."""
         if (applied := applied_plan(module)) is not None:
-            self._other_steps.look_back(applied)
+            self._unplanned_steps.look_back(applied)
         # What was unfrozen since then is in no profile.
         if self._trained.note(list(module.parameters()), module):
             self._shapes = KnownShapes()
-        if self._other_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
+        if self._unplanned_steps.expected and self._cache.is_used:  # what was found there is not what the steps are
             self._cache.leave()
             self._shapes = KnownShapes()
             self._profiles = []
-            self._other_steps = OtherSteps()
+            self._unplanned_steps = UnplannedSteps()
         if self._without_loss.skips_profile:
             return False
-        return not self._shapes.hold(batch) or self._other_steps.expected
+        return not self._shapes.hold(batch) or self._unplanned_steps.expected
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         applied = applied_plan(module)
@@ -239,13 +239,13 @@ class ActivationPlanner(Callback):
         is_sharded = bool(sharded_units(module))
         # It looks like the known ones and is not: the cache would find the known step by its shapes.
         # Batches differ in shape between processes, and all ask the cache or none does.
-        anew = self._shapes.hold(batch) and self._other_steps.expected
+        anew = self._shapes.hold(batch) and self._unplanned_steps.expected
         if trainer.strategy.reduce_boolean_decision(anew, all=False):
             profile = self._profiled(trainer, module, batch, batch_idx)
         else:
             profile = self._found_or_profiled(trainer, module, batch, batch_idx)
         seen = SeenStep((profile,), (1,))
-        is_new = not self._shapes.hold(batch) or self._other_steps.found_in([seen])
+        is_new = not self._shapes.hold(batch) or self._unplanned_steps.found_in([seen])
         # Likewise, where all follow the plan of the first.
         if is_sharded:
             is_new = trainer.strategy.reduce_boolean_decision(is_new, all=False)
@@ -257,7 +257,7 @@ class ActivationPlanner(Callback):
         else:
             plan = self._planned(module, profile, now)
         self._trained.are_planned_for()
-        self._other_steps.plan_for([seen])
+        self._unplanned_steps.plan_for([seen])
         if not self._shapes.hold(batch):
             self._shapes.add(batch)
         rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
@@ -274,7 +274,7 @@ class ActivationPlanner(Callback):
             lambda: [[self._profiled(trainer, module, batch, batch_idx)]],
             agreement(trainer, together=True),
         )
-        self._other_steps.plan_for([SeenStep((profile,), (1,))])
+        self._unplanned_steps.plan_for([SeenStep((profile,), (1,))])
         return profile
 
     def _profiled_unsharded(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:

@@ -26,12 +26,12 @@ from lightning_dpx.lightning.memory.profiled_steps import (
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.profiling import devices_of
-from lightning_dpx.lightning.memory.room_check_schedule import Confirmation
+from lightning_dpx.lightning.memory.room_check_schedule import RoomCheckSchedule
 from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
-from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
+from lightning_dpx.lightning.memory.unplanned_steps import UnplannedSteps
 from lightning_dpx.memory import (
     MemoryPlan,
     Planner,
@@ -87,9 +87,9 @@ class MemoryPlanning:
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self.micro_batches: MicroBatchFigures = MicroBatchFigures()
         self._shapes = KnownShapes()
-        self._confirmation = Confirmation()
+        self._room_checks = RoomCheckSchedule()
         self._peaks = PeakCheck(self.forecast, self.rooms.option)
-        self._other_steps = OtherSteps()
+        self._unplanned_steps = UnplannedSteps()
         self._joint_calls = JointCallsOfDevices()
 
     @property
@@ -180,7 +180,7 @@ class MemoryPlanning:
     def expect_other_steps(self) -> None:
         """What was profiled and planned for is no step of this run any more."""
         self._shapes = KnownShapes()
-        self._other_steps = OtherSteps()
+        self._unplanned_steps = UnplannedSteps()
         self._joint_calls.forget_steps()
         self.devices.forget_decisions()
 
@@ -196,7 +196,7 @@ class MemoryPlanning:
         # Of every replica: their slices may go other ways through the module.
         for replica in replicas.replicas:
             if (applied := applied_plan(replica.module)) is not None:
-                self._other_steps.look_back(applied)
+                self._unplanned_steps.look_back(applied)
 
     def needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether these slices need a plan of their own: the first ones, or larger than any known one in some dim.
@@ -205,7 +205,7 @@ class MemoryPlanning:
         """
         if self.budgets.given is None or self.without_loss.skips_profile:
             return False
-        return not self.knows(slices) or self._other_steps.expected
+        return not self.knows(slices) or self._unplanned_steps.expected
 
     def knows(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether plans were made for slices that are at least as large in every dim."""
@@ -304,7 +304,7 @@ class MemoryPlanning:
         held = static(slices)
         # The cache looks a step up by the shapes of its batch, and by those
         # this step is a known one.
-        anew = self._other_steps.expected
+        anew = self._unplanned_steps.expected
         if anew and self.cache.is_used:
             self._leave_cache()
         seen = profiled_steps(
@@ -327,7 +327,7 @@ class MemoryPlanning:
             for batch_slice in slices:
                 self._shapes.add(batch_slice.batch)
                 self._joint_calls.note_size(batch_slice)
-            self._confirmation.restart(before_batches=bool(source))
+            self._room_checks.restart(before_batches=bool(source))
 
     def _is_one_process(self, replicas: ReplicaSet) -> bool:
         """Whether steps may be tried that no other process knows of, whose collectives would wait for it."""
@@ -335,7 +335,7 @@ class MemoryPlanning:
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
-        found = self._other_steps.found_in(seen.values())
+        found = self._unplanned_steps.found_in(seen.values())
         if found:
             # The next run starts with a batch whose kind it cannot know, so a profile
             # of this one may mislead it.
@@ -377,7 +377,7 @@ class MemoryPlanning:
         Raises:
             PlanError: at the first batch, if no plan takes as little as there is.
         """
-        if self.budgets.given is None or not self._confirmation.begin_step():
+        if self.budgets.given is None or not self._room_checks.begin_step():
             return
         if not self._lacking(replicas, slices, static(slices)):
             return
@@ -397,7 +397,7 @@ class MemoryPlanning:
             if device not in self.plans or needed <= limit:
                 continue
             # What a reduction keeps for its next one is among what is there by now, and would count twice.
-            if self._confirmation.is_first or is_worth_telling(needed - held.moving_in_backward(device), limit):
+            if self._room_checks.is_first or is_worth_telling(needed - held.moving_in_backward(device), limit):
                 lacking.append(device)
         return lacking
 
@@ -408,10 +408,10 @@ class MemoryPlanning:
         try:
             self._plan(replicas, slices, held, {}, "; made anew, as less room is left than was planned for")
         except BudgetError as error:
-            if self._confirmation.is_first:
+            if self._room_checks.is_first:
                 raise
             # A run that has trained is not ended by what one device has room for.
-            self._confirmation.stop()
+            self._room_checks.stop()
             self._peaks.note_told(lacking)
             notes = " ".join(getattr(error, "__notes__", []))
             rank_zero_warn(
@@ -466,7 +466,7 @@ class MemoryPlanning:
                 self._peaks.passing[device] = apart + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
-        self._other_steps.plan_for(self.devices.steps())
+        self._unplanned_steps.plan_for(self.devices.steps())
         self._joint_calls.plan_for(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
@@ -541,8 +541,8 @@ class MemoryPlanning:
         self.rooms.forget()
         self.without_loss = StepsWithoutLoss()
         self.end_plan()
-        self._confirmation = Confirmation()
-        self._other_steps = OtherSteps()
+        self._room_checks = RoomCheckSchedule()
+        self._unplanned_steps = UnplannedSteps()
         self._joint_calls.forget()
         self.cache.start()
         self.micro_batches.cut_costs = {}
@@ -550,7 +550,7 @@ class MemoryPlanning:
 
     def begin_epoch(self) -> None:
         """Callbacks may have taken memory: the room that plans count on is looked at before the next step."""
-        self._confirmation.ask()
+        self._room_checks.ask()
 
     def begin_step(self) -> None:
         """A planned step begins."""

@@ -7,7 +7,7 @@ begin to keep copies, and after 1, 2, 4, 8, ... steps: an allocator takes its ti
 from lightning_dpx.powers import is_power_of_two
 
 
-class Confirmation:
+class RoomCheckSchedule:
     """Counts the steps that follow a plan.
 
     Attributes:

@@ -16,7 +16,7 @@ _WORTH_A_PROFILE = 0.02  # of the unplanned peak
 _MOST_PROFILES = 8  # in a row that have shown nothing new
 
 
-class OtherSteps:
+class UnplannedSteps:
     """What steps have saved that no profile has seen."""
 
     def __init__(self) -> None:

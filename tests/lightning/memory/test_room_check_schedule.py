@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory.room_check_schedule import Confirmation
+from lightning_dpx.lightning.memory.room_check_schedule import RoomCheckSchedule
 from tests.conftest import make_trainer
 from tests.lightning.memory.test_manual_planning import Watch
 
@@ -20,7 +20,7 @@ _STATIC = 3 * 8 * 256 * 256 * 4  # bytes of weights, gradients and the momentum 
 
 
 def test_it_is_looked_at_in_the_first_step_of_early_plans_and_of_epochs_and_now_and_then() -> None:
-    confirmation = Confirmation()
+    confirmation = RoomCheckSchedule()
     confirmation.restart(before_batches=True)
     assert confirmation.begin_step()
     assert confirmation.is_first

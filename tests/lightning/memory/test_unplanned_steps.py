@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep
-from lightning_dpx.lightning.memory.unplanned_steps import OtherSteps
+from lightning_dpx.lightning.memory.unplanned_steps import UnplannedSteps
 from tests.memory.made_up import chain
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def seen(*names: str) -> list[SeenStep]:
 
 
 def test_what_is_worth_a_profile_is_expected_until_a_profile_shows_it(caplog: Any) -> None:
-    steps = OtherSteps()
+    steps = UnplannedSteps()
     steps.look_back(applied(small=MIB))
     assert not steps.expected, "two percent of the peak are not worth a profile"
     steps.look_back(applied(**{"net.2:0": 5 * MIB}))
@@ -40,7 +40,7 @@ def test_what_is_worth_a_profile_is_expected_until_a_profile_shows_it(caplog: An
 
 
 def test_after_many_profiles_in_vain_the_search_ends_with_a_warning() -> None:
-    steps = OtherSteps()
+    steps = UnplannedSteps()
     steps.look_back(applied(**{"net.2:0": 5 * MIB}))
     for _ in range(7):
         assert not steps.found_in(seen("net.0:0"))
