@@ -141,6 +141,12 @@ class Outcome:
         return any(one.is_constant and len(one.rules) > 1 and one.path not in self.unstable for one in found)
 
     @property
+    def has_counts(self) -> bool:
+        """Whether a value may count what differs, which more rows have not as much more of."""
+        found = (*self.findings.values(), *self.logged.values())
+        return any(one.is_count and one.path not in self.unstable for one in found)
+
+    @property
     def is_some_mean(self) -> bool:
         """Whether no rules but kinds of mean are left to choose from.
 

@@ -79,6 +79,7 @@ class Rehearsal:
         self._looks_again = False
         self._most_seen = 0  # rows of one look
         self._plans_memory: bool = strategy.plans_memory
+        self._has_micro_batches: bool = strategy.plans_memory or strategy.options.micro_batches not in (1, "auto")
         self.needs_equal_slices: bool = False
         self.least_rows: int = 0
 
@@ -255,7 +256,9 @@ class Rehearsal:
         self._rows.skipped = 0.0
         self._sliced.has_waited = False
         outcome = self._on_rows(1)
-        if not outcome.is_sure:
+        # For micro-batches there may be no more room than one of them takes.
+        has_counts = outcome.has_counts and not self._has_micro_batches
+        if not outcome.is_sure or has_counts:
             # More rows are a bonus: what the first ones have shown stands,
             # whatever becomes of these.
             with suppress(RehearsalEnded, torch.OutOfMemoryError):
@@ -283,7 +286,7 @@ class Rehearsal:
     def _beside_all_rows(self, outcome: Outcome) -> Outcome:
         """What is found on all rows as well, of an evaluation: where a few show too little, it may have one batch."""
         # Without graphs they take little room, for which a budget has not asked all the same.
-        is_settled = outcome.is_sure and not outcome.has_constants
+        is_settled = outcome.is_sure and not outcome.has_constants and not outcome.has_counts
         if self._step.trains or is_settled or self._plans_memory or outcome.comparison.differences:
             return outcome
         self._rows.skipped = 0.0

@@ -40,6 +40,7 @@ class Finding:
         rules: Those that reproduce the whole batch's value, the preferred one first; none if nothing does.
         is_sure: Whether the rules left would also agree on other values.
         is_constant: Whether it was the same everywhere, as a setting is, and a mean over rows that are alike.
+        is_count: Whether it may count rows that are different from each other, as a few all may be; it adds up there.
         error: The largest relative difference of the preferred rule.
         text: What differs, where no rule reproduces the value.
     """
@@ -48,6 +49,7 @@ class Finding:
     rules: tuple[Rule, ...]
     is_sure: bool = True
     is_constant: bool = False
+    is_count: bool = False
     error: float = 0.0
     text: str = ""
 
@@ -176,7 +178,7 @@ class Search:
                 rules.append(Rule(kind=kind))
         if not rules:
             return self._unlike(path, whole, parts)
-        return Finding(path=path, rules=tuple(rules), is_sure=rules[0].kind == "sum")
+        return Finding(path=path, rules=tuple(rules), is_sure=rules[0].kind == "sum")  # too large to add up by chance
 
     def _numbers(self, whole: Any, parts: list[Any], path: str) -> Finding:
         if any(map(is_large_integer, (whole, *parts))) and all(isinstance(one, int) for one in (whole, *parts)):
@@ -208,7 +210,8 @@ class Search:
         is_sure = best.kind == "join" or len(fitting) == 1 or has_many
         if best.kind in ("max", "min", "first", "last") and not has_many:
             is_sure = False  # the median of all rows may well be that of some
-        return Finding(path=path, rules=tuple(fitting), is_sure=is_sure, error=errors[best])
+        is_count = best.kind == "sum" and not has_many and _are_whole(target)
+        return Finding(path=path, rules=tuple(fitting), is_sure=is_sure, is_count=is_count, error=errors[best])
 
     def _errors_by_rule(
         self, target: torch.Tensor, values: list[torch.Tensor], joins: Iterable[Rule]
@@ -266,6 +269,14 @@ class Search:
     def _unlike(self, path: str, whole: Any, parts: Sequence[Any]) -> Finding:
         parted = " and ".join(describe(part) for part in parts)
         return Finding(path=path, rules=(), text=f"{describe(whole)} on one device, {parted} from slices")
+
+
+def _are_whole(numbers: torch.Tensor) -> bool:
+    """Whether they may be counts, which are logged as floating-point numbers."""
+    if numbers.is_floating_point():
+        exact = numbers.double()
+        return bool((exact == exact.round()).all())
+    return not numbers.is_complex()
 
 
 def _largest(values: Sequence[torch.Tensor]) -> float:

@@ -945,6 +945,22 @@ def test_means_are_told_apart_by_all_rows_of_an_evaluation_where_a_few_are_the_s
     assert ours["rmse"] == pytest.approx(alone["rmse"], rel=1e-5)
 
 
+class CountsCodes(Model):
+    """As many codes as rows among the first five, and no more of them later: slices count some of them twice."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("codes", float(len(batch[1].unique())))
+
+
+def test_a_count_of_what_differs_is_told_from_a_sum_by_all_rows_of_an_evaluation() -> None:
+    labels = torch.tensor([0, 1, 2, 3, 4]).repeat(2)
+    loader = DataLoader(TensorDataset(torch.zeros(10, 8), labels), 10)
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline", verify="first"), devices=2)
+    with pytest.warns(UserWarning, match="its slices differ from one device: logged value 'codes'"):
+        (ours,) = trainer.validate(CountsCodes(), loader, verbose=False)
+    assert ours == {"codes": 5.0}
+
+
 def test_a_logged_value_that_nothing_reproduces_is_named(fitted) -> None:
     class Median(Model):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -118,6 +118,16 @@ def test_numbers_that_fit_by_chance_are_not_sure() -> None:
     assert mean.is_sure
 
 
+@pytest.mark.parametrize("count", [int, float, torch.tensor, lambda number: torch.tensor(number, dtype=torch.float32)])
+def test_a_small_whole_number_that_adds_up_may_count_what_differs(count: Any) -> None:
+    search = Search(weights=by_rows((3, 2)), tolerance=EXACT)
+    (found,) = search.examine(count(5), [count(3), count(2)], "x")
+    assert found.rules == (Rule(kind="sum"),)
+    assert found.is_count
+    (of_floats,) = search.examine(0.7, [0.5, 0.2], "x")
+    assert not of_floats.is_count
+
+
 @pytest.mark.parametrize(
     ("whole", "parts"),
     [

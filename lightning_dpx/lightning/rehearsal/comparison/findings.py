@@ -48,6 +48,7 @@ def refined(first: Mapping[str, Finding], second: Mapping[str, Finding]) -> dict
             rules=both,
             is_sure=is_sure,
             is_constant=earlier.is_constant and found.is_constant,
+            is_count=earlier.is_count and found.is_count,
             error=found.error,
             text=text,
         )
