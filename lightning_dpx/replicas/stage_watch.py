@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from lightning_dpx.python_objects.overrides import Overrides
+from lightning_dpx.replicas.passing_writes import PassingWrites
 from lightning_dpx.replicas.state_fingerprint import StateFingerprint
 
 
@@ -24,6 +25,7 @@ class StageWatch(AbstractContextManager["StageWatch"]):
     def __init__(self, module: nn.Module, keep: tuple[object, ...]) -> None:
         # It looks at everything that the module leads to, so a stage is watched only while it takes turns anyway.
         self._state = StateFingerprint(module, keep)
+        self._passing = PassingWrites(module, keep)
         self._overrides = Overrides()
         self._enters_level = False
 
@@ -35,12 +37,14 @@ class StageWatch(AbstractContextManager["StageWatch"]):
             return enter()
 
         self._overrides.set(forward_ad, "enter_dual_level", noted)
+        self._passing.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._passing.__exit__()
         self._overrides.put_back()
 
     def compare(self) -> tuple[bool, bool]:
         """Whether threads would be in each other's way, and whether the module has state that is new."""
         changed, has_new = self._state.compare()
-        return changed or self._enters_level, has_new
+        return changed or self._passing.found or self._enters_level, has_new

@@ -1,7 +1,7 @@
 """What the Python state of a module holds, to see whether a step wrote it."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,7 @@ class StateFingerprint:
                 yield key, (value, mark)
 
     def _is_boundary(self, value: Any) -> bool:
-        # What this package puts in a module for the time of a run leads to its own books.
-        is_ours = package_of(type(value).__module__) == _OWN_PACKAGE
-        return is_ours or is_shared(value, self._kept)
+        return is_boundary(value, self._kept)
 
     def compare(self) -> tuple[bool, bool]:
         """Whether something that was there has other contents now, and whether there is something new."""
@@ -57,6 +55,18 @@ class StateFingerprint:
             after = now[key][1] if key in now else _mark(value)
             changed = changed or after is None or after.identities != before.identities
         return changed, not now.keys() <= self._before.keys()
+
+
+def is_boundary(value: Any, kept: Mapping[int, object]) -> bool:
+    """Whether what ``value`` holds is no state of the user's module.
+
+    Args:
+        value: Anything.
+        kept: By id, objects that are not looked into.
+    """
+    # What this package puts in a module for the time of a run leads to its own books.
+    is_ours = package_of(type(value).__module__) == _OWN_PACKAGE
+    return is_ours or is_shared(value, kept)
 
 
 @dataclass(frozen=True, slots=True)
