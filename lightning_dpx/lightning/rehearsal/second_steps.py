@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_dpx.errors import SharedWriteError
+from lightning_dpx.errors import SharedWriteError, some_of
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
     changed_again,
@@ -63,6 +63,7 @@ class SecondSteps:
         """
         whole = self._observed_whole(judge, out)
         if whole is None:
+            self._refuse_use_by_next_slice(judge, out)
             return
         found = self._observed_slices(judge, out, whole)
         if found is None:
@@ -85,6 +86,38 @@ class SecondSteps:
             raise SlicesFail(out.uses_kept(second.summary()), _KEEP_ELSEWHERE)
         if added_up:
             out.blame_sums(added_up)
+
+    def _refuse_use_by_next_slice(self, judge: JudgingRules, out: Comparison) -> None:
+        """Refuses slices where one of them uses what another has kept, of a step that one device cannot run twice.
+
+        A hook between the steps puts it back, then, and between slices there is none. Where slices are unequal, a step
+        that begins anew for another number of rows hides it.
+
+        Args:
+            judge: Of the first step.
+            out: What the first step has shown.
+
+        Raises:
+            SlicesFail: a slice does.
+        """
+        sizes = (min(self._runs.sizes),) * len(self._runs.sizes)
+        if not out.kept or sizes == self._runs.sizes:
+            return
+        whole = self._runs.whole.observe(sum(sizes))
+        try:
+            equal, sliced = self._runs.sliced.observe(sizes, whole, judge.loss_reduction)
+        # These are of the whole rehearsal, or say nothing of the step.
+        except (RehearsalEnded, CollectiveInRehearsal, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  whatever the slices have left to each other
+            traceback.clear_frames(error.__traceback__)
+            what = f"in slices of {sizes[0]} rows it raises {in_one_line(error).removesuffix('.')}"
+            raise SlicesFail(_passed_on(out, what), _KEEP_ELSEWHERE) from None
+        found = compare_step(self._step, whole, sliced, equal, sizes=sizes)
+        known = {kind for kind, _ in out.differences}
+        found.differences = [one for one in found.differences if one[0] not in known]
+        if found.differences:
+            raise SlicesFail(_passed_on(out, found.summary()), _KEEP_ELSEWHERE)
 
     def _tell_extremes(self, judge: JudgingRules, out: Comparison, first: Observation, of_news: Sequence[str]) -> None:
         """Tells numbers that are the largest sum of a batch so far, and those that count what is new."""
@@ -214,6 +247,11 @@ class SecondSteps:
             other = self._runs.whole.observe(self._runs.num_rows, other_draws=True)
             unstable = unstable_between(first, other, self._step.tolerance)
         return [name for name in changed_again(first, second, unstable, self._step.tolerance) if name in kept]
+
+
+def _passed_on(out: Comparison, what: str) -> str:
+    """What comes of slices that use what the one before has kept, as a sentence."""
+    return f"A slice uses what the one before it has kept in {some_of(out.kept)}, of the same batch: {what}."
 
 
 def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation, out: Comparison) -> list[str]:

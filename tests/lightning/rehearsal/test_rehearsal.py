@@ -1450,6 +1450,48 @@ def test_what_a_step_keeps_of_a_slice_for_the_next_one_lets_batches_whole(
     assert_equal(seen.values, fitted(Stateful).values)
 
 
+class Cell(nn.Module):
+    """Begins anew for another number of rows, and goes on with the state that it has for the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.memory: dict[str, Any] = {"v": 0.0}
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        state = self.memory["v"]
+        if not isinstance(state, torch.Tensor) or state.shape != rows.shape:
+            state = torch.zeros_like(rows)
+        self.memory["v"] = torch.tanh(self.layer(rows) + state)
+        return self.memory["v"]
+
+
+class ResetBetweenSteps(Model):
+    """A second step of one device would walk back through the first one's graph, without the hook in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(self.cell(batch[0])), batch[1])
+
+
+class ResetsAll(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for part in module.modules():
+            for name, value in list(vars(part).items()):
+                if type(value) is dict and name[0] != "_":
+                    setattr(part, name, dict.fromkeys(value, 0.0))
+
+
+@pytest.mark.parametrize("options", [{"num_replicas": 2}, {"num_replicas": 1, "micro_batches": 2}])
+def test_what_slices_of_one_size_pass_on_to_each_other_needs_whole_batches(fitted, options) -> None:
+    seen = fitted(ResetBetweenSteps, trainer={"callbacks": [ResetsAll()]}, **options)
+    assert "A slice uses what the one before it has kept in self.cell.memory, of the same batch" in seen.warned
+    assert_equal(seen.values, fitted(ResetBetweenSteps, trainer={"callbacks": [ResetsAll()]}).values)
+
+
 class Anchors(Model):
     """Keeps some rows of its first batch for good, chosen at random: a second step leaves them as they are."""
 
