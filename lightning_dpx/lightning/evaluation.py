@@ -7,6 +7,7 @@ run       batch --slices--> slices --(rehearsal of the first)--> forward --> out
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.first_draws import REASON, DrawsAppear
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.lightning.whole_batches import ADVICE
@@ -58,6 +59,10 @@ class EvaluationFlow:
             except MetricsAppear as made:
                 session.replicas.state.buffers.restore()
                 session.follow_made_metrics(name, made)
+                return self.run(name, args, kwargs)
+            except DrawsAppear:
+                session.replicas.state.buffers.restore()
+                session.whole_batches.give_next_whole(name, REASON)
                 return self.run(name, args, kwargs)
             except GatherError as error:
                 session.replicas.state.buffers.restore()

@@ -21,6 +21,7 @@ import torch
 
 from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
+from lightning_dpx.lightning.first_draws import REASON, DrawsAppear
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
@@ -101,6 +102,10 @@ class TrainingFlow:
             except MetricsAppear as made:
                 self._discard(made)
                 session.follow_made_metrics(NAME, made)
+                return self.run(args, kwargs)
+            except DrawsAppear as drawn:
+                self._discard(drawn)
+                session.whole_batches.give_next_whole(NAME, REASON)
                 return self.run(args, kwargs)
             except BaseException as error:
                 self._discard(error)

@@ -55,7 +55,7 @@ class WholeBatches:
             return self._reasons[stage][1]
         return ""
 
-    def give_next_whole(self, stage: str, reason: str, advice: str) -> None:
+    def give_next_whole(self, stage: str, reason: str, advice: str = "") -> None:
         """The next batch of ``stage`` stays whole, which is announced; those after it may be cut."""
         self._next_whole.add(stage)
         self._announce(stage, "gets a batch", reason, advice, reason)

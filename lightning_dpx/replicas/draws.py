@@ -25,11 +25,17 @@ _EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class SeenGenerators:
     """The generators before a run: PyTorch's, and all others where they are looked at."""
 
     torch: torch.Tensor
     others: GeneratorStates | None
+
+    def put_back(self) -> None:
+        """They continue as if nothing had been drawn since."""
+        torch.set_rng_state(self.torch)
+        if self.others is not None:
+            self.others.restore_outside_torch()
 
 
 class DrawWatch:
@@ -51,7 +57,7 @@ class DrawWatch:
         """The generators that the module or a global holds; looked for once."""
         return held_generators([self._module])
 
-    def begin(self, kind: Hashable, every: int = _EVERY) -> _Seen:
+    def begin(self, kind: Hashable, every: int = _EVERY) -> SeenGenerators:
         """The states of the generators before a run of this kind.
 
         Args:
@@ -62,9 +68,9 @@ class DrawWatch:
         self._runs[kind] += 1
         # A stage may begin to draw later on, so it is looked at for good, but seldom.
         is_due = number < _FIRST or number % every == 0
-        return _Seen(host_random_state(), GeneratorStates(generators=self.generators) if is_due else None)
+        return SeenGenerators(host_random_state(), GeneratorStates(generators=self.generators) if is_due else None)
 
-    def has_drawn(self, seen: _Seen) -> bool:
+    def has_drawn(self, seen: SeenGenerators) -> bool:
         """Whether there were draws since :meth:`begin`."""
         if not torch.equal(seen.torch, host_random_state()):
             return True

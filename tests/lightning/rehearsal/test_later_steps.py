@@ -334,10 +334,62 @@ def test_what_comes_later_and_is_of_a_slice_is_told(kind: type[Model], text: str
     assert text in fitted(kind, devices, **options)[1]
 
 
-def test_first_draws_of_a_later_epoch_let_the_step_be_checked_again(caplog: pytest.LogCaptureFixture) -> None:
+class RedrawsFeatures(Model):
+    """Draws new features in every third batch, and keeps them for the others; evaluation draws them once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("features", torch.randn(8, 8))
+        self.register_buffer("age", torch.tensor(0))
+        self.of_evaluation: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.age += 1
+        if self.age > 2:
+            self.age.zero_()
+            self.features.copy_(torch.randn(8, 8))
+        return self.loss((batch[0] @ self.features, batch[1]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rows = batch[0]
+        if batch_idx == 1:
+            rows = rows * torch.rand(8, dtype=rows.dtype)
+        self.log("val_loss", self.loss((rows, batch[1])))
+
+    def on_validation_epoch_end(self) -> None:
+        self.of_evaluation.append(self.trainer.callback_metrics["val_loss"].round(decimals=8))
+
+    def kept(self) -> Any:
+        return self.of_evaluation
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+@pytest.mark.parametrize("kind", [FirstDraws, RedrawsFeatures])
+def test_the_batch_of_the_first_draws_is_run_again_on_one_device(
+    kind: type[Model], options: Any, devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
-        fitted(FirstDraws, 2, execution="inline")
-    assert "training_step has done more in the last batch than when it was checked (random draws)" in caplog.text
+        ours, said = fitted(kind, devices, **options)
+    assert ours == fitted(kind)[0]
+    assert "gets a batch whole" in said
+    assert "It draws random numbers in this batch, and drew none when it was checked." in said
+    assert "unchecked" not in caplog.text
+
+
+class ScalesInPlace(Model):
+    """Scales its batch in place, once and at random: to run it again would be to scale it twice."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and not self.current_epoch:
+            batch[0].mul_(0.5 + random.random())
+        return self.loss(batch)
+
+
+def test_a_batch_that_its_slices_have_written_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        _, said = fitted(ScalesInPlace, 2, execution="inline")
+    assert "gets a batch whole" not in said
+    assert "(random draws): that was put together unchecked there" in caplog.text
 
 
 class Prunes(Model):
