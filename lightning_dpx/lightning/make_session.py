@@ -12,7 +12,7 @@ from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
-from lightning_dpx.lightning.micro_batches import MicroBatchSteps
+from lightning_dpx.lightning.micro_batch_steps import MicroBatchSteps
 from lightning_dpx.lightning.new_replicas import new_replicas, replicas_by_hand
 from lightning_dpx.lightning.processes.connect import agree, fingerprint, gather_objects, start_equal
 from lightning_dpx.lightning.processes.rank_zero import make_step_aware

@@ -23,7 +23,7 @@ from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.metrics.metric_watch import MetricWatch
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
-from lightning_dpx.lightning.micro_batches import MicroBatchSteps
+from lightning_dpx.lightning.micro_batch_steps import MicroBatchSteps
 from lightning_dpx.lightning.optimizer_settings import OptimizerSettings
 from lightning_dpx.lightning.options import StrategyOptions
 from lightning_dpx.lightning.owners import (

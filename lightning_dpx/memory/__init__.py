@@ -9,7 +9,7 @@ plan/           profile x budget -> what to drop, by one of planners/: threshold
     plan        the choice as a file
 joint           one plan for a step that runs on several devices
 shapes          one plan for steps of several shapes
-micro_batches   one plan for a step that is cut into parts of its rows
+micro_batch_planning  one plan for a step that is cut into parts of its rows
 execute/        the plan on a module: saved_tensor_hooks on what the graph knows (values), how operators are repeated
                 (recipes/), on what, where autograd does not know it (untracked_inputs), and copies (offload)
 module_step     the step of a module as it is written, and its profile
@@ -20,11 +20,11 @@ apply           a plan put on a module, and taken off: apply_plan
 from lightning_dpx.memory.apply import AppliedPlan, applied_plan, apply_plan, planned, remove_plan
 from lightning_dpx.memory.execute.recipes import register_recipe
 from lightning_dpx.memory.joint import plan_devices
-from lightning_dpx.memory.micro_batches import plan_in_micro_batches
+from lightning_dpx.memory.micro_batch_planning import plan_in_micro_batches
 from lightning_dpx.memory.module_step import profile_module, sum_of
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
-from lightning_dpx.memory.plan.micro_batches import BesideActivations, MicroBatchChoice, in_micro_batches
+from lightning_dpx.memory.plan.micro_batch_candidates import BesideActivations, MicroBatchChoice, in_micro_batches
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, describe_cut, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner

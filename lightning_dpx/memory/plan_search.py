@@ -23,7 +23,7 @@ from lightning_dpx.memory.apply import check_is_plan
 from lightning_dpx.memory.execute.flat_units import unwrapped
 from lightning_dpx.memory.execute.sharded_units import sharded_units
 from lightning_dpx.memory.measured_plans import fastest_plan
-from lightning_dpx.memory.micro_batches import (
+from lightning_dpx.memory.micro_batch_planning import (
     FEWER_PARTS,
     MicroBatchNumber,
     PlanOf,

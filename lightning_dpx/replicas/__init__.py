@@ -24,7 +24,7 @@ from lightning_dpx.replicas.merging.news import News
 from lightning_dpx.replicas.merging.rebound_numbers import NumberWatch, changed_numbers, numbers_of
 from lightning_dpx.replicas.merging.reductions import weighted_mean
 from lightning_dpx.replicas.merging.rules import Weights
-from lightning_dpx.replicas.micro_batches import MicroBatches, check_micro_batches, parse_micro_batches
+from lightning_dpx.replicas.micro_batch_sizes import MicroBatches, check_micro_batches, parse_micro_batches
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import (
     BatchSlice,

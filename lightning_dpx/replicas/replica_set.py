@@ -30,7 +30,7 @@ from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.executor_choice import Execution, Lanes
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
 from lightning_dpx.replicas.merging.rules import Weights
-from lightning_dpx.replicas.micro_batches import MicroBatches
+from lightning_dpx.replicas.micro_batch_sizes import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica

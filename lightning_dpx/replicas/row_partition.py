@@ -11,7 +11,7 @@ import torch
 from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.batch_reading import RowShapes
-from lightning_dpx.replicas.micro_batches import (
+from lightning_dpx.replicas.micro_batch_sizes import (
     MicroBatches,
     cut_into_micro_batches,
     parse_micro_batches,

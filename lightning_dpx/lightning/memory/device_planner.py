@@ -5,18 +5,18 @@ from typing import Any, Literal
 
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.memory import BesideActivations, MemoryPlan, Profile, plan_in_micro_batches
-from lightning_dpx.memory.micro_batches import (
+from lightning_dpx.memory.micro_batch_planning import (
     FEWER_PARTS,
     PlanOf,
     plan_fixed_micro_batches,
     told_as_too_few_rows,
 )
-from lightning_dpx.memory.plan.micro_batches import sizes_of_parts
+from lightning_dpx.memory.plan.micro_batch_candidates import sizes_of_parts
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs
 from lightning_dpx.replicas import MicroBatches, ReplicaSet, UncuttableBatch, parse_micro_batches
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
-from lightning_dpx.replicas.micro_batches import cut_into_micro_batches
+from lightning_dpx.replicas.micro_batch_sizes import cut_into_micro_batches
 
 Number = int | Literal["auto"]
 

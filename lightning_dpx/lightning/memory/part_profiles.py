@@ -10,7 +10,7 @@ from lightning_dpx.lightning.memory.profiling import announce_profile, profile_s
 from lightning_dpx.lightning.memory.shadow_slice import Step, first_rows_of
 from lightning_dpx.lightning.memory.slice_loss import merges_outputs
 from lightning_dpx.memory import Profile
-from lightning_dpx.memory.micro_batches import TooFewRowsError, told_as_too_few_rows
+from lightning_dpx.memory.micro_batch_planning import TooFewRowsError, told_as_too_few_rows
 from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.memory.profile.profiler import NotWorthProfilingError
 from lightning_dpx.replicas import BatchSlice

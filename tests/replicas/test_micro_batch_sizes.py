@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.replicas.micro_batches import cut_into_micro_batches, parse_micro_batches, sum_by_device
+from lightning_dpx.replicas.micro_batch_sizes import cut_into_micro_batches, parse_micro_batches, sum_by_device
 
 
 def test_nearly_equal_rows_and_fewer_for_a_short_batch() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from lightning_dpx.arguments import is_whole_number
 from lightning_dpx.errors import BudgetError, ConfigurationError, DPXError, PlanError
-from lightning_dpx.memory.plan.micro_batches import (
+from lightning_dpx.memory.plan.micro_batch_candidates import (
     BesideActivations,
     Candidate,
     MicroBatchChoice,

@@ -8,8 +8,8 @@ import pytest
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import BesideActivations, Profile, plan_in_micro_batches, plan_profile, scaled
-from lightning_dpx.memory.micro_batches import TooFewRowsError
-from lightning_dpx.memory.plan.micro_batches import (
+from lightning_dpx.memory.micro_batch_planning import TooFewRowsError
+from lightning_dpx.memory.plan.micro_batch_candidates import (
     Candidate,
     ProfilesByRows,
     candidates_of,
