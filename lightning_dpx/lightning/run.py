@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn import Module
 
@@ -22,6 +22,32 @@ _PRECISION_CONTEXTS = {
 }
 
 
+class TrainingRunner(Protocol):
+    """What takes the training steps of a run.
+
+    Attributes:
+        accumulates: Whether gradients stay on the replicas, to be summed after a later batch.
+    """
+
+    accumulates: bool
+
+    def begin_epoch(self) -> None:
+        """Callbacks have begun an epoch."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one device's training step would return for the whole batch."""
+
+    def after_backward(self) -> None:
+        """The backward of the loss that was returned has run."""
+
+
+class EvaluationRunner(Protocol):
+    """What takes the validation, test and prediction steps of a run."""
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What one device's step of this name would return for the whole batch."""
+
+
 class Run:
     """What all runs have: the user's module, and what its steps run in.
 
@@ -30,10 +56,12 @@ class Run:
 
     Attributes:
         shifts: Whether parts of the replicas run, or may run, on other devices.
-        training: The flow of a training step.
+        training: Takes the training steps.
+        evaluation: Takes all others.
     """
 
-    training: Any
+    training: TrainingRunner
+    evaluation: EvaluationRunner
 
     def __init__(self, strategy: "DPXStrategy") -> None:
         self.strategy = strategy
@@ -117,8 +145,8 @@ class OneDevice(Run):
 
     def __init__(self, strategy: "DPXStrategy") -> None:
         super().__init__(strategy)
-        self.training: Any = _TrainingAlone(self)
-        self.evaluation: _EvaluationAlone = _EvaluationAlone(self)
+        self.training = _TrainingAlone(self)
+        self.evaluation = _EvaluationAlone(self)
 
     @property
     def modules(self) -> list[Module]:

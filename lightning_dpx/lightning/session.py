@@ -95,7 +95,7 @@ class Session(Run):
         self.micro_batches: MicroBatchSteps | None = None
         self.slices: Slices = Slices(self)
         self.threads: ThreadChoice = ThreadChoice(self)
-        self.training: Any = TrainingFlow(self)
+        self.training: TrainingFlow = TrainingFlow(self)
         self.evaluation: EvaluationFlow = EvaluationFlow(self)
         self._batch_in_place: Any = _MISSING
 
