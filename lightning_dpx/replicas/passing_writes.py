@@ -39,6 +39,7 @@ _SMALL = 64  # items up to which a container is looked at item by item; beyond, 
 _LARGEST_ARRAY = 2**16  # bytes
 _MOST_WATCHED = 256  # objects of one module
 _MOST_LOOKS = 400  # in one run, each some 0.4 ms for a language model: its layers do alike
+_CALL = nn.Module.__call__.__code__  # runs for every call of a module
 
 
 class PassingWrites(AbstractContextManager["PassingWrites"]):
@@ -56,7 +57,9 @@ class PassingWrites(AbstractContextManager["PassingWrites"]):
         self.found: bool = False
         self._module = module
         self._handles: list[RemovableHandle] = []
-        self._watched: dict[nn.Module, list[_Held]] = {}
+        self._children: list[nn.Module] = []
+        # By the id of the submodule: a metric has a hash of its states, which a step changes.
+        self._watched: dict[int, list[_Held]] = {}
         self._globals: list[tuple[Place, Any]] = []
         self._num_looks = 0
         self._packages = without_libraries(frozenset(package_of(type(part).__module__) for part in module.modules()))
@@ -66,24 +69,25 @@ class PassingWrites(AbstractContextManager["PassingWrites"]):
 
     def _watch(self, kept: dict[int, object]) -> None:
         graph = ObjectGraph(is_tensor_or_module, lambda value: is_boundary(value, kept))
-        found: dict[nn.Module, list[tuple[int, Any]]] = {}
-        for child in modules_without(self._module, kept):
+        found: dict[int, list[tuple[int, Any]]] = {}
+        self._children = list(modules_without(self._module, kept))
+        for child in self._children:
             known = len(graph.objects)
             graph.walk(value for key, value in vars(child).items() if key not in OF_EVERY_MODULE)
             # Each once, where it is met first: what many submodules hold, such as a configuration, is of the outermost.
-            found[child] = list(graph.objects.items())[known:]
+            found[id(child)] = list(graph.objects.items())[known:]
         # What leads to tensors every replica has its own of.
         leading = graph.leading()
-        for child, objects in found.items():
-            self._watched[child] = []
+        for index, objects in found.items():
+            self._watched[index] = []
             for key, value in objects[:_MOST_WATCHED]:
                 self.found = self.found or _is_of_this_thread(value)
                 if key not in leading and not is_boundary(value, kept) and _can_hold(value):
-                    self._watched[child].append(_Held(value))
+                    self._watched[index].append(_Held(value))
         self._watch_globals(kept)
 
     def _watch_globals(self, kept: dict[int, object]) -> None:
-        of_module = self._watched[self._module]
+        of_module = self._watched[id(self._module)]
         for place in places_of_code(self._module)[:_MOST_WATCHED]:
             value = value_at(place)
             self._globals.append((place, value))
@@ -94,13 +98,15 @@ class PassingWrites(AbstractContextManager["PassingWrites"]):
     def __enter__(self) -> "PassingWrites":
         if not self._globals and not any(self._watched.values()):
             return self
-        for child in self._watched:
+        # No hooks, where it can be helped: calls of modules with hooks are not made again, which a plan may count on.
+        if sys.getprofile() is None:
+            sys.setprofile(self._follow_call)
+            return self
+        # There is one profiler in a thread, and that is the user's.
+        for child in self._children:
             if not isinstance(child, torch.jit.ScriptModule):
                 self._handles.append(child.register_forward_pre_hook(self._look))
                 self._handles.append(child.register_forward_hook(self._look))
-        # Hooks see a step in other threads, too, and beside a profiler. Of that there is one in a thread.
-        if sys.getprofile() is None:
-            sys.setprofile(self._follow_call)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,12 +121,14 @@ class PassingWrites(AbstractContextManager["PassingWrites"]):
             sys.setprofile(None)
 
     def _follow_call(self, frame: types.FrameType, event: str, _: Any) -> None:
-        """Looks where code of the module's packages, or of the user's own, calls something."""
-        caller = frame.f_back if event == "call" else frame
-        if event not in ("call", "c_call") or caller is None:
-            return
-        if is_followed(caller.f_globals.get("__name__"), self._packages):
-            self._look(self._module)
+        """Looks where submodules are called and return, and where code of the user's own calls something."""
+        if frame.f_code is _CALL:
+            if event in ("call", "return"):
+                self._look(frame.f_locals["self"])
+        elif event in ("call", "c_call"):
+            caller = frame.f_back if event == "call" else frame
+            if caller is not None and is_followed(caller.f_globals.get("__name__"), self._packages):
+                self._look(self._module)
         if self.found or self._num_looks > _MOST_LOOKS:
             self._end_profile()
 
@@ -129,9 +137,10 @@ class PassingWrites(AbstractContextManager["PassingWrites"]):
         if self.found or self._num_looks > _MOST_LOOKS:
             return
         # A step, and hooks of submodules, mostly write what the outermost module holds.
-        of_both = [self._watched[self._module]]
-        if child is not self._module:
-            of_both.append(self._watched[child])
+        of_both = [self._watched[id(self._module)]]
+        # Of modules that are no part of it, such as a teacher in a list, only globals and the like are known.
+        if child is not self._module and id(child) in self._watched:
+            of_both.append(self._watched[id(child)])
         self.found = any(held.differs() for held in chain.from_iterable(of_both))
         self.found = self.found or any(_is_other(place, value) for place, value in self._globals)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_dpx.replicas.passing_writes import PassingWrites
 from lightning_dpx.replicas.stage_watch import StageWatch
@@ -150,4 +151,23 @@ def test_a_profiler_of_the_user_stays_and_hooks_see_what_submodules_see() -> Non
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
+    assert watch.found
+
+
+def test_submodules_have_no_hooks_while_they_are_looked_at() -> None:
+    """Calls of modules with hooks are not made again, which a memory plan may count on."""
+    net = Net()
+    with PassingWrites(net) as watch:
+        assert not any(child._forward_hooks or child._forward_pre_hooks for child in net.modules())
+        net.reset_at_the_end(torch.ones(3, 2))
+    assert watch.found
+
+
+def test_a_submodule_whose_hash_changes_is_looked_at() -> None:
+    net = Net()
+    net.mean = MeanMetric()
+    with PassingWrites(net) as watch:
+        net.mean(torch.ones(2))
+        net.cell(torch.ones(3, 2))
+        net.cell.memory["v"] = 0.0
     assert watch.found
