@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from lightning_dpx.devices import num_usable_cpus
-from lightning_dpx.memory.execute.recipes import RECIPES
+from lightning_dpx.memory.execute.recipes import OWN_RECIPES, RECIPES
 from lightning_dpx.memory.plan.problem import PLANNERS
 from lightning_dpx.reducers import REDUCERS
 from lightning_dpx.simulate.build import cached_library
@@ -381,13 +381,14 @@ def assert_equal(
 def own_registries() -> Iterator[None]:
     """What the test registers, under names that other tests may use as well, is gone afterwards."""
     before = [set(kind) for kind in (REDUCERS, PLANNERS)]
-    recipes = dict(RECIPES)
+    recipes, own = dict(RECIPES), dict(OWN_RECIPES)
     yield
     for kind, names in zip((REDUCERS, PLANNERS), before, strict=True):
         for name in set(kind) - names:
             kind.unregister(name)
-    RECIPES.clear()
-    RECIPES.update(recipes)
+    for kept, those in ((RECIPES, recipes), (OWN_RECIPES, own)):
+        kept.clear()
+        kept.update(those)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from torch import nn
 
 from lightning_dpx.devices import is_host, modelled_rates
 from lightning_dpx.errors import ConfigurationError, PlanError
+from lightning_dpx.memory.execute.recipes import OWN_RECIPES
 from lightning_dpx.memory.plan.make_plan import plan_candidates
 from lightning_dpx.memory.plan.plan import MemoryPlan, from_mapping, to_mapping
 from lightning_dpx.memory.plan.plan_file import MOST_BYTES, write_whole
@@ -274,6 +275,9 @@ def key_of_step(module: nn.Module, batch: Any, device: torch.device, *others: An
     # All that an equal module and batch could be profiled otherwise by.
     digest.add(_FORMAT, *_versions(), *_surroundings(device))
     try:
+        # A profile has compared what these recipes give: with others its plans might give other numbers.
+        for name in sorted(OWN_RECIPES):
+            digest.add(name, OWN_RECIPES[name])
         digest.add(module)
         digest.add_batch(batch)
         digest.add(*others)

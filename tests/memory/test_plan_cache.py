@@ -10,6 +10,7 @@ from torch import nn
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import plan_cache, plan_profile, profile_module, search_plan
+from lightning_dpx.memory.execute.recipes import registry
 from lightning_dpx.memory.plan_cache import PlanCache, default_folder, key_of_plans, key_of_step
 from tests.conftest import SIMULATED, sim_device
 
@@ -131,3 +132,16 @@ def test_backends_may_compute_float32_each_in_its_way(backend: str, precision: s
         assert key_of_step(module, (x,), CPU) != key
     finally:
         operators.fp32_precision = before
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_recipe_of_ones_own_makes_another_key() -> None:
+    """What it gives was compared when the step was profiled, and by no run that finds the profile."""
+    module, x = chain()
+    keys = {key_of_step(module, x, CPU)}
+    for power in (2, 3):
+        registry.RECIPES.pop("CubeBackward", None)
+        dpx.register_recipe("CubeBackward")(lambda node, power=power: (lambda x: x**power, [node.edge(0)]))
+        keys.add(key_of_step(module, x, CPU))
+    assert len(keys) == 3
+    assert key_of_step(module, x, CPU) in keys

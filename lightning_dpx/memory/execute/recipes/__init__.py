@@ -28,6 +28,7 @@ from lightning_dpx.memory.execute.recipes import (
     shapes,
 )
 from lightning_dpx.memory.execute.recipes.registry import (
+    OWN_RECIPES,
     RECIPES,
     VIEWS,
     NotNoted,
@@ -41,6 +42,7 @@ from lightning_dpx.memory.execute.recipes.registry import (
 __all__ = [
     "NotNoted",
     "NotRecomputable",
+    "OWN_RECIPES",
     "RECIPES",
     "VIEWS",
     "attention",

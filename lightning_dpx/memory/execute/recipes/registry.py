@@ -9,6 +9,7 @@ from lightning_dpx.errors import ConfigurationError
 
 Recipe = Callable[[Any], tuple[Callable[..., torch.Tensor], Sequence[Any]]]
 RECIPES: dict[str, Recipe] = {}
+OWN_RECIPES: dict[str, Recipe] = {}  # those among them that no file of this package has
 VIEWS: set[str] = set()  # names among them: nothing is allocated, and it is done again for everybody who looks
 aten: Any = torch.ops.aten
 
@@ -77,7 +78,9 @@ def register_recipe(*names: str) -> Callable[[Recipe], Recipe]:
     def add(function: Recipe) -> Recipe:
         if not callable(function):
             raise ConfigurationError(f"{function!r} is no recipe for {names[0]}; decorate a function of the node.")
-        return recipe(*names)(function)
+        added = recipe(*names)(function)
+        OWN_RECIPES.update(dict.fromkeys(names, added))
+        return added
 
     return add
 
