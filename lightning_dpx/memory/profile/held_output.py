@@ -1,12 +1,13 @@
 """What a step returns beside its loss is there until the step is over: its caller holds it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
-from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.torch_compat import DisableTorchFunctionSubclass, tree_leaves
 
 
 class HeldOutput:
@@ -52,15 +53,52 @@ class HeldOutput:
         """Bytes of the storages that are held and came while ``trace`` watched, and of the tensors in them."""
         storages = {}
         tensors = 0
-        for leaf in tree_leaves(self._output):
-            # Others have no storage that could be looked for.
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                allocation = trace.allocation_of(leaf.untyped_storage())
+        # Attributes of tensors are theirs to refuse where a subclass has functions of its own.
+        with DisableTorchFunctionSubclass():
+            for tensor in _tensors_in(self._output):
+                # Others have no storage that could be looked for.
+                if is_lazy(tensor) or tensor.layout is not torch.strided:
+                    continue
+                allocation = trace.allocation_of(tensor.untyped_storage())
                 if allocation is not None:
                     # A view of a few rows holds all of them.
                     storages[id(allocation)] = allocation.num_bytes
-                    tensors += leaf.nbytes
+                    tensors += tensor.nbytes
         return sum(storages.values()), tensors
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested containers, which may hold themselves, or be nested deeper than calls may be."""
+    others = set[type]()  # that are no containers: of a long list of numbers only the first one is looked into
+    met = set[int]()
+    waiting = [output]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        # All that is met is held by the output, so no id is given to another one meanwhile.
+        elif type(value) not in others and id(value) not in met:
+            met.add(id(value))
+            items = _items_of(value)
+            if items is None:
+                others.add(type(value))
+            else:
+                waiting += items
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """What a container holds; ``None`` of what is none."""
+    asked = 0
+
+    def is_below(_: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 1
+
+    items = tree_leaves(value, is_leaf=is_below)
+    if asked == 1 and items:
+        return None
+    return items
 
 
 def end_run(run: object) -> None:

@@ -162,3 +162,42 @@ def test_steps_by_hand_hold_nothing_after_them() -> None:
 
     profile = profile_step(module, HeldOutput(by_hand, lambda _: None), CPU)
     assert profile.peak == profiled(*step_of(copies)).peak
+
+
+class Refusing(Tensor):
+    """Allows no function, not even attributes."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise TypeError(f"{func} is refused.")
+
+
+def in_itself(found: Tensor) -> list[Any]:
+    held: list[Any] = [found, {"numbers": [3, 4], "found": (found,)}]
+    held.append(held)
+    return held
+
+
+def nested_deeply(found: Tensor) -> Any:
+    held: Any = found
+    for _ in range(5000):
+        held = [held]
+    return held
+
+
+@pytest.mark.parametrize(
+    ("held", "times"),
+    [
+        (in_itself, 2),
+        (nested_deeply, 1),
+        (lambda found: found.as_subclass(Refusing), 1),
+        (lambda found: [found, nn.LazyLinear(2).weight, found.to_sparse()], 1),
+    ],
+    ids=["in itself", "deep", "refusing", "lazy"],
+)
+def test_all_that_one_device_may_return_is_looked_at(held: Callable[[Tensor], Any], times: int) -> None:
+    trace = dpx.memory.MemoryTrace(CPU)
+    run = HeldOutput(lambda: held(torch.ones(8, 4)), lambda _: None)
+    with trace:
+        run()
+        assert run.bytes_in(trace) == (128, times * 128)
