@@ -12,6 +12,7 @@ from lightning_dpx.memory import sum_of
 from lightning_dpx.memory.profile.held_output import HeldOutput
 from lightning_dpx.memory.profile.profiler import Run
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, first_loss
+from lightning_dpx.replicas.containers import members_of
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only
 
 
@@ -57,6 +58,17 @@ def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
     return saved
 
 
+def _parts_of(output: Any) -> list[Any] | None:
+    """What outputs of slices are merged by: the items of a container, or what a plain object holds."""
+    try:
+        members = members_of(output)
+    except Exception:  # noqa: BLE001  an object of the user's that cannot be looked at; it is held, and not merged
+        return None
+    if members is None:
+        return None
+    return [value for _, value in members]
+
+
 class SliceLoss:
     """The scalar that a profile runs a backward of, also with a ``training_step_end``.
 
@@ -89,7 +101,12 @@ class SliceLoss:
         """A run of ``step`` that returns the scalar to run a backward of."""
         if self._finish is not None and self._num_slices > 1:
             return lambda: self._sum_for_all(step())
-        return HeldOutput(lambda: self._finished(step()), partial(end_of_step, self._shadow), is_merged=self._is_merged)
+        return HeldOutput(
+            lambda: self._finished(step()),
+            partial(end_of_step, self._shadow),
+            is_merged=self._is_merged,
+            parts_of=_parts_of,
+        )
 
     def _sum_for_all(self, output: Any) -> torch.Tensor | None:
         """The sum of the outputs of a slice, beside which those of all slices are held.

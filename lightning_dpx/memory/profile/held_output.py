@@ -9,6 +9,23 @@ from torch.nn.parameter import is_lazy
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.torch_compat import DisableTorchFunctionSubclass, tree_leaves
 
+Parts = Callable[[Any], list[Any] | None]
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """What a container holds; ``None`` of what is none."""
+    asked = 0
+
+    def is_below(_: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 1
+
+    items = tree_leaves(value, is_leaf=is_below)
+    if asked == 1 and items:
+        return None
+    return items
+
 
 class HeldOutput:
     """A run of a step that holds on to all that the step returns, as the loop of a training does.
@@ -17,6 +34,7 @@ class HeldOutput:
         step: Returns a loss, or a container with one.
         loss_in: The loss in what it returns; ``None`` of a step that runs all its backwards itself.
         is_merged: Whether backward finds it merged with what other slices return, in its place.
+        parts_of: What an object is merged by, or ``None`` of what is one piece.
     """
 
     def __init__(
@@ -25,10 +43,12 @@ class HeldOutput:
         loss_in: Callable[[Any], torch.Tensor | None],
         *,
         is_merged: bool = False,
+        parts_of: Parts = items_of,
     ) -> None:
         self._step = step
         self._loss_in = loss_in
         self._is_merged = is_merged
+        self._parts_of = parts_of
         self._output: Any = None
 
     def __call__(self) -> torch.Tensor | None:
@@ -55,7 +75,7 @@ class HeldOutput:
         tensors = 0
         # Attributes of tensors are theirs to refuse where a subclass has functions of its own.
         with DisableTorchFunctionSubclass():
-            for tensor in _tensors_in(self._output):
+            for tensor in _tensors_in(self._output, self._parts_of):
                 # Others have no storage that could be looked for.
                 if is_lazy(tensor) or tensor.layout is not torch.strided:
                     continue
@@ -67,7 +87,7 @@ class HeldOutput:
         return sum(storages.values()), tensors
 
 
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(output: Any, parts_of: Parts) -> Iterator[torch.Tensor]:
     """The tensors of nested containers, which may hold themselves, or be nested deeper than calls may be."""
     others = set[type]()  # that are no containers: of a long list of numbers only the first one is looked into
     met = set[int]()
@@ -79,26 +99,11 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
         # All that is met is held by the output, so no id is given to another one meanwhile.
         elif type(value) not in others and id(value) not in met:
             met.add(id(value))
-            items = _items_of(value)
-            if items is None:
+            parts = parts_of(value)
+            if parts is None:
                 others.add(type(value))
             else:
-                waiting += items
-
-
-def _items_of(value: Any) -> list[Any] | None:
-    """What a container holds; ``None`` of what is none."""
-    asked = 0
-
-    def is_below(_: Any) -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 1
-
-    items = tree_leaves(value, is_leaf=is_below)
-    if asked == 1 and items:
-        return None
-    return items
+                waiting += parts
 
 
 def end_run(run: object) -> None:
