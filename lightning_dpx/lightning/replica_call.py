@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
 _NOTHING = nullcontext()
-_SELDOM = 64  # steps between looks at Python's and NumPy's generators in stages that drew nothing: 0.2 ms each
 
 
 class ReplicaCall:
@@ -132,8 +131,10 @@ class ReplicaCall:
         metrics.gives_slices = rules.metrics_give_slices
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
         watch = session.replicas.traits.draws if rules.news.seen is not None and not rules.draws else None
-        seen = None if watch is None else watch.begin(("first draws", self._name), _SELDOM)
+        seen = None if watch is None else watch.now()
         versions = [] if watch is None else versions_of(slices)
+        if watch is not None:
+            state.hold_tensors()
         made = session.metric_watch.made
         made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
@@ -148,7 +149,7 @@ class ReplicaCall:
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:
                         if watch is not None and seen is not None and watch.has_drawn(seen):
-                            is_untouched = versions_of(slices) == versions
+                            is_untouched = versions_of(slices) == versions and _can_put_back(session, rules)
                             _follow_draws(session, self._name, seen, rules, can_repeat=is_untouched)
                         _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
                         _follow_metrics(session, self._name)
@@ -285,6 +286,13 @@ def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> Non
     session.whole_batches.give_whole(name, reason, "For all devices to take part, count in on_train_batch_end.")
 
 
+def _can_put_back(session: "Session", rules: MergeRules) -> bool:
+    """Whether what slices have left in the module can be taken back."""
+    lists = {*rules.attributes.appended, *rules.attributes.growing}
+    attributes = [place.attribute.rpartition(".") for place in lists]
+    return session.replicas.python_state.can_put_back([(path, name) for path, _, name in attributes])
+
+
 def _follow_draws(session: "Session", name: str, seen: SeenGenerators, rules: MergeRules, *, can_repeat: bool) -> None:
     """Has the whole batch draw where slices have each drawn for themselves, in a step that drew nothing before.
 
@@ -293,7 +301,7 @@ def _follow_draws(session: "Session", name: str, seen: SeenGenerators, rules: Me
         name: Of the step.
         seen: The generators when the batch began.
         rules: Of the step.
-        can_repeat: Whether the batch still is what the loader gave.
+        can_repeat: Whether the batch still is what the loader gave, and what the module keeps can be put back.
 
     Raises:
         DrawsAppear: the step is to run again, on the whole batch.

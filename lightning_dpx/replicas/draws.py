@@ -7,8 +7,7 @@ begins where the batch began, and draws the same:
     batch begins at state s --slice 0--> t --put back--> s --slice 1--> t --> goes on at t, as on one device
 """
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,32 +16,28 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import RandomStates, host_random_state
-from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators
-
-# Runs between looks at Python's and NumPy's generators: a look takes some 0.1 ms.
-_FIRST = 8
-_EVERY = 16
+from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators, put_back, same_state, state_of
+from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
 
 
 @dataclass(frozen=True, slots=True)
 class SeenGenerators:
-    """The generators before a run: PyTorch's, and all others where they are looked at."""
+    """All generators as they were: the host's of PyTorch, those of the process, and those that a module holds."""
 
     torch: torch.Tensor
-    others: GeneratorStates | None
+    process: ProcessGenerators
+    held: list[tuple[Any, Any]]
 
     def put_back(self) -> None:
         """They continue as if nothing had been drawn since."""
         torch.set_rng_state(self.torch)
-        if self.others is not None:
-            self.others.restore_outside_torch()
+        self.process.restore()
+        for generator, state in self.held:
+            put_back(generator, state)
 
 
 class DrawWatch:
-    """Compares the generators before and after a run.
-
-    PyTorch's is looked at in every run, the others (Python's, NumPy's, and those that the module or a global holds) in
-    the first runs of a kind and now and then.
+    """Compares the generators before and after a run: PyTorch's, Python's, NumPy's, and the module's own.
 
     Args:
         module: The module whose code draws.
@@ -50,31 +45,24 @@ class DrawWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._runs: Counter[Hashable] = Counter()
+        # It reads them where they lie: to copy them before and after every step would take 0.2 ms.
+        self._process = GeneratorWatch()
 
     @cached_property
     def generators(self) -> list[Any]:
         """The generators that the module or a global holds; looked for once."""
         return held_generators([self._module])
 
-    def begin(self, kind: Hashable, every: int = _EVERY) -> SeenGenerators:
-        """The states of the generators before a run of this kind.
-
-        Args:
-            kind: Of the run.
-            every: After so many runs of the kind the generators beside PyTorch's are looked at once more.
-        """
-        number = self._runs[kind]
-        self._runs[kind] += 1
-        # A stage may begin to draw later on, so it is looked at for good, but seldom.
-        is_due = number < _FIRST or number % every == 0
-        return SeenGenerators(host_random_state(), GeneratorStates(generators=self.generators) if is_due else None)
+    def now(self) -> SeenGenerators:
+        """The states of the generators, such as before a run."""
+        held = [(generator, state_of(generator)) for generator in self.generators]
+        return SeenGenerators(host_random_state(), self._process.now(), held)
 
     def has_drawn(self, seen: SeenGenerators) -> bool:
-        """Whether there were draws since :meth:`begin`."""
-        if not torch.equal(seen.torch, host_random_state()):
+        """Whether there were draws since :meth:`now`."""
+        if not torch.equal(seen.torch, host_random_state()) or seen.process != self._process.now():
             return True
-        return seen.others is not None and seen.others != GeneratorStates(generators=self.generators)
+        return not all(same_state(state_of(generator), state) for generator, state in seen.held)
 
 
 Source = Literal["torch", "others"]  # the host's generator of PyTorch; those of Python and NumPy, and of modules
@@ -129,8 +117,8 @@ class BatchDraws:
     def begin_slice(self) -> None:
         """One slice begins, those before it are over."""
         # The first slice finds nothing to put back; it begins where the batch does.
-        for put_back in self._put_back:
-            put_back()
+        for restore in self._put_back:
+            restore()
         if self._put_back:
             return
         if "torch" in self._sources:

@@ -104,6 +104,11 @@ class Mirror:
         if not self._is_same(self._items_of_source(), self._seen):
             self._seen = self._items(self.source)
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the source holds something else than it did when its counterparts were synchronized."""
+        return not self._is_same(self._items_of_source(), self._seen)
+
     def merge(self, replica: int, translate_back: Translate) -> bool:
         """Does to the source what a step did to the counterpart on ``replica``; says whether there was anything."""
         copied = self.copies[replica]
@@ -356,6 +361,12 @@ class Mirrors:
             if mirror.exchanged_containers:
                 restructured[self._attribute_of[place]] = None
         return list(restructured)
+
+    def changed(self) -> Iterator[Attribute]:
+        """The attributes of containers that the root's own step has changed, since :meth:`note`."""
+        for place, mirror in self._mirrors.items():
+            if mirror.has_changed:
+                yield self._attribute_of[place]
 
     def merge(self, replica: int, translate_back: Translate) -> Iterator[Attribute]:
         """After a step: does to the root's containers what was done to a replica's; yields the attributes of those."""

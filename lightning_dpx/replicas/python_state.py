@@ -29,6 +29,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.seen_values import SeenTensor, is_still, remembered
 from lightning_dpx.replicas.shared_containers import SharedContainers
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
+from lightning_dpx.replicas.tensors_before import TensorsBefore
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _MISSING = object()
@@ -69,10 +70,12 @@ class PythonState:
         )
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
+        self._tensors = TensorsBefore(())  # of the step that is under way, where it may run again
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
         self._seen = [remembered(self._own(child)) for child in self._modules[0]]
+        self._have_tensors = {index for index, seen in enumerate(self._seen) if _has_tensor(seen)}
         self._expected: dict[int, list[dict[str, Any]]] = {}
         self._watches = self._new_watches()
         self.hooks: HookCopies = HookCopies(replicas, self._modules, partial(self._counterparts.there, lazily=True))
@@ -164,6 +167,9 @@ class PythonState:
                 vars(self._modules[replica.index][index]).pop(key, None)
                 self._expected[replica.index][index].pop(key, None)
         self._seen[index] = remembered(now)
+        self._have_tensors.discard(index)
+        if _has_tensor(self._seen[index]):
+            self._have_tensors.add(index)
 
     def _send(self, index: int, key: str, value: Any) -> None:
         self._forget_mirrors(index, key)
@@ -281,11 +287,30 @@ class PythonState:
                 if key not in seen or not is_still(seen[key], value):
                     self._rebound.add((index, key))
 
+    def hold_tensors(self) -> None:
+        """After :meth:`share`, of a step that may run again: :meth:`put_back` gives attributes their tensors."""
+        modules = self._modules[0]
+        # Most modules have none outside of parameters and buffers, and then nothing is done in every step.
+        self._tensors = TensorsBefore((vars(modules[index]), self._seen[index]) for index in self._have_tensors)
+
+    def can_put_back(self, lists: Iterable[tuple[str, str]] = ()) -> bool:
+        """Whether :meth:`put_back` would undo what the step, which has run, has done to tensors.
+
+        Args:
+            lists: Attributes with lists that are put back elsewhere, each as the path of a submodule, and a name.
+        """
+        apart = [(self._root.module.get_submodule(path), name) for path, name in lists]
+        modules = self._modules[0]
+        for index, key in self._counterparts.mirrors.changed():
+            if not any(modules[index] is module and key == name for module, name in apart):
+                return False
+        return not self._tensors.are_lost
+
     def put_back(self) -> None:
         """After a step that will run again, instead of :meth:`collect`: what it rebound is what it was.
 
-        So are containers that all replicas share; of large ones only the length is known. Tensors are not held from
-        before the step, and stay as the step left them.
+        So are containers that all replicas share; of large ones only the length is known. Tensors are put back where
+        they were held (:meth:`hold_tensors`), and stay as the step left them elsewhere.
         """
         if not self._others:
             return
@@ -298,6 +323,7 @@ class PythonState:
                     del state[key]
                 elif not is_still(seen[key], value) and not isinstance(seen[key], SeenTensor):
                     state[key] = seen[key]
+        self._tensors.put_back()
 
     # ---- what is shared, and what is mirrored ----
 
@@ -344,6 +370,10 @@ class PythonState:
 
     def _own(self, child: nn.Module) -> dict[str, Any]:
         return {key: value for key, value in vars(child).items() if key not in self._private}
+
+
+def _has_tensor(seen: dict[str, Any]) -> bool:
+    return any(isinstance(value, SeenTensor) for value in seen.values())
 
 
 def _modules_of(kept: Iterable[Any]) -> set[int]:

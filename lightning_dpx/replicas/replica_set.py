@@ -392,7 +392,7 @@ class ReplicaSet:
             # The turns run in the calling thread, which had given its cores to the lanes.
             lanes.release_cores()
         # In line, replicas draw and write in the order of one device: there is nothing to learn.
-        before = self.traits.draws.begin((stage, self.root.module.training)) if lanes.in_threads else None
+        before = self.traits.draws.now() if lanes.in_threads else None
         # Only while the stage takes turns, when what is found decides whether threads may run it.
         watch: StageWatch | None = None
         if in_turns and len(slices) > 1:

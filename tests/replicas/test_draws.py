@@ -18,8 +18,8 @@ class Draws(nn.Module):
         self.generator = torch.Generator()
 
 
-def drawn(watch: DrawWatch, draw: Callable[[], object], kind: str = "step") -> bool:
-    seen = watch.begin(kind)
+def drawn(watch: DrawWatch, draw: Callable[[], object]) -> bool:
+    seen = watch.now()
     draw()
     return watch.has_drawn(seen)
 
@@ -40,13 +40,18 @@ def test_a_run_without_draws_is_none() -> None:
     assert not drawn(DrawWatch(Draws()), lambda: torch.ones(1))
 
 
-def test_generators_of_others_are_looked_at_now_and_then_and_those_of_torch_always() -> None:
-    watch = DrawWatch(Draws())
-    others = [drawn(watch, random.random) for _ in range(33)]
-    assert all(others[:8])
-    assert [number for number, seen in enumerate(others) if seen and number >= 8] == [16, 32]
-    assert drawn(watch, lambda: torch.rand(1))
-    assert drawn(watch, random.random, kind="validation"), "another kind of run has first runs of its own"
+def test_draws_are_noticed_in_every_run_and_taken_back() -> None:
+    module = Draws()
+    watch = DrawWatch(module)
+    draws = [random.random, lambda: np.random.rand(), lambda: np.random.randn(), lambda: float(torch.rand(()))]
+    draws.append(lambda: float(torch.rand((), generator=module.generator)))
+    for _ in range(33):
+        for draw in draws:
+            before = watch.now()
+            drawn_number = draw()
+            assert watch.has_drawn(before)
+            before.put_back()
+            assert draw() == drawn_number
 
 
 def call(draw: Callable[[], object], *of_torch: int) -> StepDraws:

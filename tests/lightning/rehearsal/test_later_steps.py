@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -308,6 +309,30 @@ class FirstDraws(Model):
         return F.cross_entropy(self.net(rows), batch[1])
 
 
+class DrawsFromAll(Model):
+    """Draws from all generators in the second epoch, and keeps sums in tensors, which a batch enters once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+        self.average = torch.zeros(())
+        self.total = torch.zeros(2)
+        self.last_loss: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = batch[0]
+        if self.current_epoch:
+            rows = rows * (random.random() + np.random.rand()) + torch.rand(())
+            rows = rows * torch.rand((), generator=self.generator)
+        self.average = 0.9 * self.average + 1
+        self.total += 1
+        self.last_loss = F.cross_entropy(self.net(rows.to(batch[0])), batch[1])
+        return self.last_loss
+
+    def kept(self) -> Any:
+        return float(self.average), self.total.tolist(), random.random(), np.random.rand()
+
+
 class CountsPositions(Model):
     """Where some rows are among all of them, once there are some, which no slice knows."""
 
@@ -364,13 +389,14 @@ class RedrawsFeatures(Model):
 
 
 @pytest.mark.parametrize(("options", "devices"), WAYS)
-@pytest.mark.parametrize("kind", [FirstDraws, RedrawsFeatures])
+@pytest.mark.parametrize("kind", [FirstDraws, DrawsFromAll, RedrawsFeatures])
 def test_the_batch_of_the_first_draws_is_run_again_on_one_device(
     kind: type[Model], options: Any, devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    loader = make_loader(9 * ROWS, ROWS)
     with caplog.at_level("INFO"):
-        ours, said = fitted(kind, devices, **options)
-    assert ours == fitted(kind)[0]
+        ours, said = fitted(kind, devices, loader, **options)
+    assert ours == fitted(kind, loader=loader)[0]
     assert "gets a batch whole" in said
     assert "It draws random numbers in this batch, and drew none when it was checked." in said
     assert "unchecked" not in caplog.text
@@ -388,6 +414,35 @@ class ScalesInPlace(Model):
 def test_a_batch_that_its_slices_have_written_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         _, said = fitted(ScalesInPlace, 2, execution="inline")
+    assert "gets a batch whole" not in said
+    assert "(random draws): that was put together unchecked there" in caplog.text
+
+
+class KeepsRows(Model):
+    """Smooths the rows of all batches, in tensors as large as a batch, and draws once."""
+
+    def __init__(self, *, in_a_dict: bool) -> None:
+        super().__init__()
+        self.rows = torch.zeros(0)
+        self.all_rows = {"rows": self.rows}
+        self.in_a_dict = in_a_dict
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        smooth = torch.ones(1200) + 0.5 * (self.all_rows["rows"] if self.in_a_dict else self.rows).sum()
+        if self.in_a_dict:
+            self.all_rows["rows"] = smooth
+        else:
+            self.rows = smooth
+        scale = random.random() if self.current_epoch and batch_idx == 1 else 1.0
+        return scale * self.loss(batch)
+
+
+@pytest.mark.parametrize("in_a_dict", [False, True])
+def test_a_batch_after_which_the_module_cannot_be_put_back_is_not_run_again(
+    in_a_dict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        _, said = fitted(partial(KeepsRows, in_a_dict=in_a_dict), 2, make_loader(9 * ROWS, ROWS), execution="inline")
     assert "gets a batch whole" not in said
     assert "(random draws): that was put together unchecked there" in caplog.text
 
