@@ -393,9 +393,11 @@ class ReplicaSet:
             lanes.release_cores()
         # In line, replicas draw and write in the order of one device: there is nothing to learn.
         before = self.traits.draws.now() if lanes.in_threads else None
-        # Only while the stage takes turns, when what is found decides whether threads may run it.
+        # Only while the stage takes turns, and what is found decides whether threads may run it: a look at all that a
+        # language model leads to takes 30 times as long as its step.
         watch: StageWatch | None = None
-        if in_turns and len(slices) > 1:
+        is_open = in_turns and not self.traits.needs_order_for_good(stage, training=self.root.module.training)
+        if is_open and len(slices) > 1:
             watch = StageWatch(self.root.module, self._rules.by_reference)
         # First of all: the ranks of the tasks keep the slot, so it must be that of this run.
         slot = lanes.open_slot()

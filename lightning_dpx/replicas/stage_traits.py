@@ -38,12 +38,17 @@ class StageTraits:
         Threads would draw from the host's one generator in any order, and activation checkpointing in one thread would
         reset it under another's feet. So a stage needs order until it was seen to draw nothing.
         """
+        if self.needs_order_for_good(stage, training=training) or self._made_state.get((stage, training), False):
+            return True
+        return (stage, training) not in self._drew
+
+    def needs_order_for_good(self, stage: str, *, training: bool) -> bool:
+        """Whether nothing that the stage does from here on would let it run in threads."""
         # In threads a shared list would have its items in any order.
-        if (stage, training) in self._wrote or self._made_state.get((stage, training), False):
+        if (stage, training) in self._wrote:
             return True
         # One stage that draws is enough: the backward may recompute what the forward has drawn.
-        drew = [drew for (_, mode), drew in self._drew.items() if mode == training]
-        return any(drew) or (stage, training) not in self._drew
+        return any(drew for (_, mode), drew in self._drew.items() if mode == training)
 
     def note_draws(self, stage: str, *, training: bool, drew: bool) -> None:
         """The stage has run, and drew or did not."""
