@@ -149,7 +149,8 @@ class ReplicaCall:
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:
                         if watch is not None and seen is not None and watch.has_drawn(seen):
-                            is_untouched = versions_of(slices) == versions and _can_put_back(session, rules)
+                            is_untouched = None not in versions and versions_of(slices) == versions
+                            is_untouched = is_untouched and _can_put_back(session, rules)
                             _follow_draws(session, self._name, seen, rules, can_repeat=is_untouched)
                         _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
                         _follow_metrics(session, self._name)

@@ -411,9 +411,34 @@ class ScalesInPlace(Model):
         return self.loss(batch)
 
 
-def test_a_batch_that_its_slices_have_written_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
+class ScalesAnArray(Model):
+    """Likewise, in an array, which counts no writes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and not self.current_epoch:
+            batch[0][:] *= 0.5 + random.random()
+        return self.loss((torch.from_numpy(batch[0][:, :8]), batch[1]))
+
+
+def arrays(width: int) -> DataLoader[Any]:
+    """Batches of an array (B, width), and classes."""
+    items = [(np.ones((ROWS, width)), torch.arange(ROWS) % 3) for _ in range(4)]
+    return DataLoader(items, batch_size=None, collate_fn=lambda item: (item[0].copy(), item[1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader"),
+    [
+        pytest.param(ScalesInPlace, None, id="tensor"),
+        pytest.param(ScalesAnArray, arrays(8), id="small-array"),
+        pytest.param(ScalesAnArray, arrays(2000), id="large-array"),
+    ],
+)
+def test_a_batch_that_its_slices_have_written_is_not_run_again(
+    kind: type[Model], loader: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
-        _, said = fitted(ScalesInPlace, 2, execution="inline")
+        _, said = fitted(kind, 2, loader, execution="inline")
     assert "gets a batch whole" not in said
     assert "(random draws): that was put together unchecked there" in caplog.text
 
