@@ -40,10 +40,8 @@ class EvaluationFlow:
         if not session.follow_structure(name):
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         # To cut is to make replicas anew, which may fail and leave one device.
-        if (
-            session.memory.choose_evaluation_micro_batches(name, args, kwargs)
-            and session.strategy.session is not session
-        ):
+        is_cut = session.memory.choose_evaluation_micro_batches(name, args, kwargs)
+        if is_cut and session.strategy.session is not session:
             return session.strategy.session.evaluation.run(name, session.batch_of_one_device(args), kwargs)
         slices = session.slices.of(name, args[0])
         is_known = False

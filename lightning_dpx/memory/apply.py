@@ -20,6 +20,7 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
+from lightning_dpx.memory.execute.recipes import own_recipes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.similar_values import twins_of_calls
@@ -437,7 +438,7 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
 
     Raises:
         PlanError: the plan does not belong to the module, or one is applied already; or it was made for other units of
-            FullyShardedDataParallel than the module has, or for none.
+            FullyShardedDataParallel than the module has, or for none, or with recipes that are others now.
 
     Examples:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
@@ -453,6 +454,7 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
         if whole in _APPLIED:
             raise PlanError("A plan is applied already; call remove_plan(module) first.")
         plan.check(whole)
+        _check_recipes(plan)
         if any(map(is_flat_unit, whole.modules())):
             _check_units(whole, plan)
         applied = _APPLIED[whole] = AppliedPlan(whole, plan, watches=watches)
@@ -467,6 +469,17 @@ def check_is_plan(plan: object) -> None:
     """
     if not isinstance(plan, MemoryPlan):
         raise PlanError(f"{plan!r} is no plan; give a MemoryPlan, such as MemoryPlan.load(path).")
+
+
+def _check_recipes(plan: MemoryPlan) -> None:
+    """Refuses a plan that may make values again by recipes that are others now: it has compared what these gave."""
+    now = own_recipes().split()
+    changed = [known.partition(":")[0] for known in plan.recipes.split() if known not in now]
+    if changed and not plan.keeps_all:
+        raise PlanError(
+            f"The plan was made with another recipe for {', '.join(changed)} than the one that is registered now, or "
+            "there is none any more. Register the one that it was made with, or make a new plan."
+        )
 
 
 def _check_units(module: nn.Module, plan: MemoryPlan) -> None:

@@ -209,6 +209,7 @@ def _plan_of(
         prefetch_depth=found.problem.profile.prefetch_depth if is_offloading else 0,
         basis=profile.basis,
         units=profile.units,
+        recipes=profile.recipes,
     )
 
 

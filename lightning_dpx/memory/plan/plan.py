@@ -88,6 +88,7 @@ class MemoryPlan:
             those of all of them together over a step in one piece.
         micro_batch_rows: Rows of the largest of them; 0 where the step is not cut.
         units: Paths of the sharded parts within which values are made again, with spaces between; see sharding.py.
+        recipes: Those of the user's that values are made again by, with digests; see :func:`register_recipe`.
         adding_peak: Bytes of activations at the most in a step whose backward finds gradients and adds to them, if the
             plan was made for one that finds none; else ``None``.
 
@@ -114,6 +115,7 @@ class MemoryPlan:
     micro_batches: int = 1
     micro_batch_rows: int = 0
     units: str = ""
+    recipes: str = ""
     adding_peak: int | None = None
 
     def names(self, *actions: Action) -> frozenset[str]:
@@ -296,13 +298,15 @@ _VOID: dict[str, Any] = {
 _NUMBER = (int, float)
 _BESIDE = ("version", "num_decisions", "checksum", "decisions")
 _OF_BEFORE: dict[str, Any] = {  # what older files lack
-    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0, "units": "", "adding_peak": None,
+    "prefetch_depth": 0, "basis": "", "micro_batches": 1, "micro_batch_rows": 0, "units": "", "recipes": "",
+    "adding_peak": None,
 }  # fmt: skip
 _HEAD: dict[str, Any] = {
     "model": str, "fingerprint": str, "planner": str, "budget": (int, type(None)), "unplanned_peak": int,
     "peak": (int, type(None)), "saved_bytes": (int, type(None)), "recompute_share": (*_NUMBER, type(None)),
     "least_share": (*_NUMBER, type(None)), "prefetch_depth": int, "basis": str,
-    "micro_batches": int, "micro_batch_rows": int, "units": str, "adding_peak": (int, type(None)),
+    "micro_batches": int, "micro_batch_rows": int, "units": str, "recipes": str,
+    "adding_peak": (int, type(None)),
 }  # fmt: skip
 
 

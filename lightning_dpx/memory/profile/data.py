@@ -249,6 +249,7 @@ class Profile:
         overhead: What the hooks of a plan take, beside all that is made again.
         communicates: Whether the step talks to other processes.
         units: Paths of the sharded parts within which values are made again, with spaces between.
+        recipes: Those of the user's that were tried in it, by name and digest, with spaces between.
         codes: Calls of compiled parts.
         adding: Events at which more would be there if backward found gradients on parameters that have none, and added
             new ones to them; and how many bytes more, or less where the curve counts new gradients. Empty for a step
@@ -278,6 +279,7 @@ class Profile:
     overhead: PlanOverhead = PlanOverhead()
     communicates: bool = False
     units: str = ""
+    recipes: str = ""
     codes: tuple[CompiledCall, ...] = ()
     adding: tuple[tuple[int, int], ...] = ()
     called: tuple[tuple[str, int], ...] = ()

@@ -30,6 +30,7 @@ from lightning_dpx.devices import is_host, keeps_workspaces, raises_out_of_memor
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
+from lightning_dpx.memory.execute.recipes import own_recipes
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping
@@ -450,6 +451,7 @@ def _full_step(step: _Step, names: CallNames, lifetimes: Lifetimes, counts: Call
         offloading_room=costs.offloading_room(),
         hides_copies=costs.hides_copies,
         basis=costs.basis,
+        recipes=own_recipes(),
         saves=tuple(saves),
         operators=tuple(zip(trace.operators, (func.overloadpacket.__name__ for func in trace.called), strict=True)),
         calls=calls,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.python_objects.digest import Digest
 
 Recipe = Callable[[Any], tuple[Callable[..., torch.Tensor], Sequence[Any]]]
 RECIPES: dict[str, Recipe] = {}
@@ -83,6 +84,17 @@ def register_recipe(*names: str) -> Callable[[Recipe], Recipe]:
         return added
 
     return add
+
+
+def own_recipes() -> str:
+    """The recipes of the user's, each by the name of its nodes and a digest of its code, with spaces between."""
+    found = []
+    for name, function in sorted(OWN_RECIPES.items()):
+        digest = Digest()
+        digest.add(function)
+        # Of what cannot be looked at nothing is known but its name.
+        found.append(f"{name}:{digest.text()[:16] if digest.is_whole else '?'}")
+    return " ".join(found)
 
 
 def view(*names: str) -> Callable[[Recipe], Recipe]:

@@ -94,6 +94,30 @@ def test_what_a_recipe_makes_otherwise_is_kept() -> None:
     assert smallest(Cubes()) == kept
 
 
+@pytest.mark.usefixtures("own_registries")
+def test_a_plan_is_not_followed_with_another_recipe_than_it_was_made_with() -> None:
+    def cube(node):
+        return lambda x: x**3, [node.edge(0)]
+
+    def square(node):
+        return lambda x: x**2, [node.edge(0)]
+
+    module = Cubes()
+    dpx.register_recipe("CubeBackward")(cube)
+    plan = dpx.search_plan(module, torch.ones(512, 8), budget=smallest(module))
+    assert not plan.keeps_all
+    for other in (None, square):
+        for recipes in (registry.RECIPES, registry.OWN_RECIPES):
+            recipes.pop("CubeBackward")
+        if other is not None:
+            dpx.register_recipe("CubeBackward")(other)
+        with pytest.raises(dpx.PlanError, match="another recipe for CubeBackward than the one that is registered now"):
+            dpx.apply_plan(module, plan)
+        registry.RECIPES["CubeBackward"] = registry.OWN_RECIPES["CubeBackward"] = cube
+    dpx.register_recipe("MineBackward")(square)
+    dpx.apply_plan(module, plan)
+
+
 @pytest.mark.parametrize(
     ("names", "function", "told"),
     [
