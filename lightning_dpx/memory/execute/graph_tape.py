@@ -23,7 +23,7 @@ from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.calls import Call, OutputKey, SelectiveReplay, returned_by, select_output
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.recipes import VIEWS, NotNoted, NotRecomputable, recipe_for
+from lightning_dpx.memory.execute.recipes import OWN_RECIPES, VIEWS, NotNoted, NotRecomputable, recipe_for
 from lightning_dpx.memory.execute.untracked_inputs import WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import Both, Identity, Make, Value, View, keep
 from lightning_dpx.torch_compat import output_metadata
@@ -133,6 +133,11 @@ class GraphTape:
                 raise
             like = output_metadata(node)[output]
             return select_output, self._picked(*call_and_key, torch.Size(like.shape), like.dtype)
+        except Exception as error:
+            # Those of this package are tried with every version of torch that it supports.
+            if node.name() in OWN_RECIPES:
+                error.add_note(f"It happened in the recipe that register_recipe({node.name()!r}) was given.")
+            raise
 
     def _picked(self, call: Call, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> tuple[Value, OutputKey]:
         """The value that ``call`` becomes, and which output to select from it."""

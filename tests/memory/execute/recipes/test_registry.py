@@ -95,6 +95,14 @@ def test_what_a_recipe_makes_otherwise_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("own_registries")
+def test_an_error_in_a_recipe_of_ones_own_names_it() -> None:
+    dpx.register_recipe("CubeBackward")(lambda node: (torch.neg, [node.edge(9)]))
+    with pytest.raises(IndexError) as told:
+        dpx.search_plan(Cubes(), torch.ones(512, 8), budget=1)
+    assert "It happened in the recipe that register_recipe('CubeBackward') was given." in told.value.__notes__
+
+
+@pytest.mark.usefixtures("own_registries")
 def test_a_plan_is_not_followed_with_another_recipe_than_it_was_made_with() -> None:
     def cube(node):
         return lambda x: x**3, [node.edge(0)]
