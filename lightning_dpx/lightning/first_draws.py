@@ -7,13 +7,17 @@ have written (an augmentation in place) is none to begin with again.
 
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
-from lightning_dpx.replicas import BatchSlice
+from lightning_dpx.replicas import BatchSlice, MergeRules
 from lightning_dpx.torch_compat import version_counter
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
 
 _LARGEST_ARRAY = 2**16  # bytes, which are read in 30 us, before and after a step
 
@@ -30,7 +34,52 @@ class DrawsAppear(GatherError):  # noqa: N818  the step goes on, whole
         super().__init__(REASON)
 
 
-def versions_of(slices: Sequence[BatchSlice]) -> list[int | None]:
+class FirstDraws:
+    """A step that drew nothing when it was checked, and may draw in the slices that run now.
+
+    Args:
+        session: Of the step.
+        name: Of the step.
+        slices: What runs; several.
+        rules: Of the step.
+    """
+
+    def __init__(self, session: "Session", name: str, slices: Sequence[BatchSlice], rules: MergeRules) -> None:
+        self._session = session
+        self._name = name
+        self._slices = slices
+        self._rules = rules
+        self._watch = session.replicas.traits.draws
+        self._before = self._watch.now()
+        self._versions = _versions_of(slices)
+        session.replicas.python_state.hold_tensors()
+
+    def follow(self) -> None:
+        """Has the whole batch draw where slices have each drawn for themselves; else it is told as unchecked.
+
+        Raises:
+            DrawsAppear: the step is to run again, on the whole batch.
+        """
+        if not self._watch.has_drawn(self._before):
+            return
+        if not self._is_untouched() or not self._session.can_repeat(self._name):
+            self._rules.news.note_first_draws()
+            return
+        # One device draws from where the batch began.
+        self._before.put_back()
+        self._rules.news.is_pending = True
+        raise DrawsAppear
+
+    def _is_untouched(self) -> bool:
+        """Whether the batch still is what the loader gave, and what slices have left in the module can be put back."""
+        if None in self._versions or _versions_of(self._slices) != self._versions:
+            return False
+        attributes = self._rules.attributes
+        lists = [place.attribute.rpartition(".") for place in {*attributes.appended, *attributes.growing}]
+        return self._session.replicas.python_state.can_put_back([(path, name) for path, _, name in lists])
+
+
+def _versions_of(slices: Sequence[BatchSlice]) -> list[int | None]:
     """How often the tensors of the batch have been written, as the first slice tells: it has views of them.
 
     Arrays of NumPy count no writes. Small ones are read instead; ``None`` stands for a large one that may be written.

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import DPXError, GatherError, some_of
-from lightning_dpx.lightning.first_draws import DrawsAppear, versions_of
+from lightning_dpx.lightning.first_draws import FirstDraws
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchDraws, BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
-from lightning_dpx.replicas.draws import SeenGenerators
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -130,11 +129,9 @@ class ReplicaCall:
         # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
         metrics.gives_slices = rules.metrics_give_slices
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
-        watch = session.replicas.traits.draws if rules.news.seen is not None and not rules.draws else None
-        seen = None if watch is None else watch.now()
-        versions = [] if watch is None else versions_of(slices)
-        if watch is not None:
-            state.hold_tensors()
+        first_draws: FirstDraws | None = None
+        if len(slices) > 1 and rules.news.seen is not None and not rules.draws:
+            first_draws = FirstDraws(session, self._name, slices, rules)
         made = session.metric_watch.made
         made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
@@ -148,10 +145,8 @@ class ReplicaCall:
                         raise
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:
-                        if watch is not None and seen is not None and watch.has_drawn(seen):
-                            is_untouched = None not in versions and versions_of(slices) == versions
-                            is_untouched = is_untouched and _can_put_back(session, rules)
-                            _follow_draws(session, self._name, seen, rules, can_repeat=is_untouched)
+                        if first_draws is not None:
+                            first_draws.follow()
                         _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
                         _follow_metrics(session, self._name)
             except GatherError as error:
@@ -285,35 +280,6 @@ def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> Non
     if session.can_repeat(name):
         raise GatherError(reason)
     session.whole_batches.give_whole(name, reason, "For all devices to take part, count in on_train_batch_end.")
-
-
-def _can_put_back(session: "Session", rules: MergeRules) -> bool:
-    """Whether what slices have left in the module can be taken back."""
-    lists = {*rules.attributes.appended, *rules.attributes.growing}
-    attributes = [place.attribute.rpartition(".") for place in lists]
-    return session.replicas.python_state.can_put_back([(path, name) for path, _, name in attributes])
-
-
-def _follow_draws(session: "Session", name: str, seen: SeenGenerators, rules: MergeRules, *, can_repeat: bool) -> None:
-    """Has the whole batch draw where slices have each drawn for themselves, in a step that drew nothing before.
-
-    Args:
-        session: Of the step.
-        name: Of the step.
-        seen: The generators when the batch began.
-        rules: Of the step.
-        can_repeat: Whether the batch still is what the loader gave, and what the module keeps can be put back.
-
-    Raises:
-        DrawsAppear: the step is to run again, on the whole batch.
-    """
-    if not can_repeat or not session.can_repeat(name):
-        rules.news.note_first_draws()
-        return
-    # One device draws from where the batch began.
-    seen.put_back()
-    rules.news.is_pending = True
-    raise DrawsAppear
 
 
 def _follow_metrics(session: "Session", name: str) -> None:

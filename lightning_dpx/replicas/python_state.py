@@ -33,6 +33,7 @@ from lightning_dpx.replicas.tensors_before import TensorsBefore
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _MISSING = object()
+_NO_TENSORS = TensorsBefore(())
 
 
 class PythonState:
@@ -70,7 +71,7 @@ class PythonState:
         )
         self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
         self._begun = False
-        self._tensors = TensorsBefore(())  # of the step that is under way, where it may run again
+        self._tensors = _NO_TENSORS  # of the step that is under way, where it may run again
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
         self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
@@ -110,6 +111,8 @@ class PythonState:
         """
         if not self._others:
             return
+        # Those of an earlier step are no longer what the module began with.
+        self._tensors = _NO_TENSORS
         self._follow_structure()
         # Memos go by ids, and what a step has dropped may have left its id to something new.
         self._counterparts.forget()

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from torch import nn
 
+from lightning_dpx.replicas import ReplicaSet
 from lightning_dpx.replicas.seen_values import remembered
 from lightning_dpx.replicas.tensors_before import TensorsBefore
 
@@ -50,3 +52,26 @@ def test_large_tensors_are_lost_once_they_have_changed() -> None:
     tensors = before(attributes)
     attributes["other"].add_(1)
     assert tensors.are_lost
+
+
+class Sums(nn.Module):
+    """Keeps a sum between its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.total = torch.zeros(2)
+
+
+def test_what_was_held_for_one_step_is_not_put_back_in_a_later_one() -> None:
+    module = Sums()
+    replicas = ReplicaSet(module, [torch.device("cpu")] * 2)
+    state = replicas.python_state
+    state.share()
+    state.hold_tensors()
+    module.total = torch.ones(2)
+    state.collect(replicas.replicas)
+    state.share()
+    module.total = torch.full((2,), 2.0)
+    state.put_back()
+    assert module.total.tolist() == [2, 2]
