@@ -348,34 +348,32 @@ def test_a_loss_over_the_whole_batch_is_that_of_all_rows() -> None:
         assert_equal(fitted(WholeBatch(), **strategy(num_devices, 2)), expected)
 
 
+class FetchesItself(Steps):
+    """Its batches cannot be cut."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 def test_a_batch_that_cannot_be_cut_runs_whole() -> None:
-    class Own(Steps):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, _, _ = next(dataloader_iter)
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
     torch.manual_seed(0)
-    expected = fitted(Own())
+    expected = fitted(FetchesItself())
     torch.manual_seed(0)
     with pytest.warns(match="fetches its batches itself"):
-        ours = fitted(Own(), **strategy(1, 2))
+        ours = fitted(FetchesItself(), **strategy(1, 2))
     assert_equal(ours, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 def test_batches_that_a_step_fetches_have_no_number_chosen(caplog: Any) -> None:
-    class Own(Steps):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, _, _ = next(dataloader_iter)
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
     torch.manual_seed(0)
-    expected = fitted(Own())
+    expected = fitted(FetchesItself())
     torch.manual_seed(0)
     caplog.set_level("INFO")
     options = {"memory_budget": "1MiB", "plan_cache": False}
-    assert_equal(fitted(Own(), **strategy(1, "auto", **options)), expected)
+    assert_equal(fitted(FetchesItself(), **strategy(1, "auto", **options)), expected)
     assert "profiles a step on" in "\n".join(record.getMessage() for record in caplog.records)
 
 

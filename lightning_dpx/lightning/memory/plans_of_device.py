@@ -90,19 +90,13 @@ def plans_of_device(
             index = error.device_index
             rooms.explain(error, devices[index], held[index], limits[index], steps[-1].sharing[index])
         raise
-    again = 0.0
-    if micro_batches.run_forward_twice:
-        profile = steps[shared.worst[0]].profiles[0]
-        # The first of two passes runs without a graph: it takes the time of a forward,
-        # and no memory for backward.
-        again = profile.forward_seconds / profile.step_seconds
-    plans = _in_micro_batches(shared.plans, replicas, largest, micro_batches, again)
+    plans = _in_micro_batches(shared.plans, replicas, largest, micro_batches, steps[shared.worst[0]].profiles[0])
     counted = tuple(map(static.counted_gradients, devices))
     return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held), counted)
 
 
 def _in_micro_batches(
-    plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, figures: MicroBatchFigures, again: float
+    plans: tuple[MemoryPlan, ...], replicas: ReplicaSet, largest: BatchSlice, figures: MicroBatchFigures, worst: Profile
 ) -> tuple[MemoryPlan, ...]:
     """Plans for one micro-batch, with what is known of all of them together, such as a share of forwards again."""
     number = replicas.partition.numbers(training=True)[replicas.partition.device_of[largest.replica.index]]
@@ -110,6 +104,11 @@ def _in_micro_batches(
         return plans
     # Where the number was given and not chosen, nobody has timed what the cutting costs.
     cost = figures.cut_costs.get(largest.replica.device, 1.0)
+    again = 0.0
+    if figures.run_forward_twice:
+        # The first of two passes runs without a graph: it takes the time of a forward,
+        # and no memory for backward.
+        again = worst.forward_seconds / worst.step_seconds
     shares = [cost * (1 + again + (plan.recompute_share or 0.0)) for plan in plans]
     pairs = zip(plans, shares, strict=True)
     return tuple(in_micro_batches(plan, number, largest.num_rows, share) for plan, share in pairs)

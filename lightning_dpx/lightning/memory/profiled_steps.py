@@ -109,8 +109,7 @@ def profiled_steps(
     )
     seen: dict[torch.device, SeenStep] = {}
     for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
-        devices = devices_of(batch_slice.replica)
-        sharing = tuple(len(slices_of[device]) for device in devices)
+        sharing = tuple(len(slices_of[device]) for device in devices_of(batch_slice.replica))
         # Of a replica on several devices, its outputs are taken to be on its own.
         own = _beside_other_outputs(profiles[0], replicas, slices, batch_slice, sharing[0])
         seen[home] = SeenStep((own, *profiles[1:]), sharing)

@@ -27,7 +27,7 @@ from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_bat
 from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look, with_index
 from lightning_dpx.lightning.memory.dry_run.settings import Settings, with_merged_replicas
 from lightning_dpx.lightning.memory.dry_run.slice_planners import SlicePlanners
-from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles
+from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles, replica_to_look_at
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.lightning.tuning.beside_steps import BesideSteps, Queue
@@ -151,14 +151,7 @@ def tune(
 def _tuned(
     trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, options: TuneOptions, progress: Progress
 ) -> Tuning:
-    replicas = ReplicaSet(
-        module,
-        [trainer.strategy.root_device],
-        batch_dim=settings.batch_dim,
-        batch_slicer=settings.batch_slicer,
-        # Copies of the module share these: a Trainer must not be copied.
-        keep=[trainer, *trainer.loggers],
-    )
+    replicas = replica_to_look_at(trainer, settings)
     current = _rows_of(replicas, batch)
     profiles = StepProfiles(trainer, replicas, batch, current, settings, progress)
     few = _fewer_rows(current)

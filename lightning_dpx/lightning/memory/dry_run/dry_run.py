@@ -22,7 +22,7 @@ from lightning_dpx.lightning.memory.dry_run.device_forecast import DeviceForecas
 from lightning_dpx.lightning.memory.dry_run.first_batch import work_on_first_batch
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
 from lightning_dpx.lightning.memory.dry_run.slice_planners import SlicePlanners
-from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles
+from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles, replica_to_look_at
 from lightning_dpx.lightning.memory.step_times import SliceOfStep, predicted_steps
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile
@@ -115,13 +115,7 @@ def slice_sizes(replicas: ReplicaSet, batch: Any, settings: Settings) -> tuple[i
 
 
 def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: Settings, progress: Progress) -> DryRun:
-    replicas = ReplicaSet(
-        module,
-        [trainer.strategy.root_device],
-        batch_dim=settings.batch_dim,
-        batch_slicer=settings.batch_slicer,
-        keep=[trainer, *trainer.loggers],
-    )
+    replicas = replica_to_look_at(trainer, settings)
     num_rows, sizes = slice_sizes(replicas, batch, settings)
     profiles = StepProfiles(trainer, replicas, batch, num_rows, settings, progress)
     plain = profiles.without_budget()

@@ -52,6 +52,18 @@ def _say_nothing(log: StepLog) -> None:
     """What a step logs is of no interest."""
 
 
+def replica_to_look_at(trainer: Trainer, settings: Settings) -> ReplicaSet:
+    """The one replica on which steps of a dry run are tried: the Trainer's module, where its strategy has it."""
+    return ReplicaSet(
+        trainer.lightning_module,
+        [trainer.strategy.root_device],
+        batch_dim=settings.batch_dim,
+        batch_slicer=settings.batch_slicer,
+        # Copies of the module share these: a Trainer must not be copied.
+        keep=[trainer, *trainer.loggers],
+    )
+
+
 class StepProfiles:
     """Profiles of a step on some rows of a batch, each made once.
 
