@@ -4,10 +4,11 @@ run       batch --slices--> slices --(rehearsal of the first)--> forward --> out
   forward   slices --ReplicaCall of each--> outputs --MergeRules--> those of the whole batch, in sample order
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
-from lightning_dpx.lightning.first_draws import REASON, DrawsAppear
+from lightning_dpx.lightning.first_draws import DrawsAppear
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
 from lightning_dpx.lightning.whole_batches import ADVICE
@@ -58,10 +59,9 @@ class EvaluationFlow:
                 session.replicas.state.buffers.restore()
                 session.follow_made_metrics(name, made)
                 return self.run(name, args, kwargs)
-            except DrawsAppear:
+            except DrawsAppear as drawn:
                 session.replicas.state.buffers.restore()
-                session.whole_batches.give_next_whole(name, REASON)
-                return self.run(name, args, kwargs)
+                return drawn.run_again(partial(self.run, name, args, kwargs))
             except GatherError as error:
                 session.replicas.state.buffers.restore()
                 if not session.can_repeat(name):

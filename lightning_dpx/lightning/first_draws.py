@@ -3,21 +3,27 @@
 Slices would each draw for themselves, and what they have drawn is in what they have kept. So that batch is run again
 on one device, from the states that the generators had when it began; the next one is checked. A batch that its slices
 have written (an augmentation in place) is none to begin with again.
+
+The generators of a process are those of all its threads: one that loads batches in the background, or another run, may
+have drawn meanwhile. When the step runs again it is seen whether it draws.
 """
 
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
-from lightning_dpx.replicas import BatchSlice, MergeRules
+from lightning_dpx.replicas import BatchSlice, MergeRules, SeenGenerators, ThreadDraws
 from lightning_dpx.torch_compat import version_counter
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
+
+T = TypeVar("T")
 
 _LARGEST_ARRAY = 2**16  # bytes, which are read in 30 us, before and after a step
 
@@ -25,13 +31,26 @@ REASON = (
     "It draws random numbers in this batch, and drew none when it was checked. Its slices had begun it: what it counts "
     "outside of the module, they did as well."
 )
+_OTHERS = (
+    "dpx: another thread draws random numbers while steps run, from the generators that they share; from here on it is "
+    "not noticed if a step that drew none begins to."
+)
 
 
 class DrawsAppear(GatherError):  # noqa: N818  the step goes on, whole
-    """A step has drawn random numbers in slices for the first time, and is to run again on the whole batch."""
+    """Random numbers were drawn while slices ran, for the first time: the step is to run again on the whole batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: "FirstDraws") -> None:
         super().__init__(REASON)
+        self._draws = draws
+
+    def run_again(self, run: Callable[[], T]) -> T:
+        """What the step gives for the whole batch; says so if it draws itself.
+
+        Args:
+            run: Runs the step on the batch, anew.
+        """
+        return self._draws.run_again(run)
 
 
 class FirstDraws:
@@ -51,6 +70,7 @@ class FirstDraws:
         self._rules = rules
         self._watch = session.replicas.traits.draws
         self._before = self._watch.now()
+        self._after: SeenGenerators | None = None
         self._versions = _versions_of(slices)
         session.replicas.python_state.hold_tensors()
 
@@ -66,9 +86,27 @@ class FirstDraws:
             self._rules.news.note_first_draws()
             return
         # One device draws from where the batch began.
+        self._after = self._watch.now()
         self._before.put_back()
-        self._rules.news.is_pending = True
-        raise DrawsAppear
+        raise DrawsAppear(self)
+
+    def run_again(self, run: Callable[[], T]) -> T:
+        """As :meth:`DrawsAppear.run_again`."""
+        whole_batches = self._session.whole_batches
+        whole_batches.keep_next_whole(self._name)
+        with ThreadDraws() as own:
+            outputs = run()
+        if own.seen or self._watch.has_drawn_outside_torch(self._before):
+            whole_batches.announce_batch(self._name, REASON, "", REASON)
+            self._rules.news.is_pending = True
+            return outputs
+        # Else that thread would draw again what it has drawn.
+        if self._after is not None:
+            self._after.put_back()
+        # It would make every batch run twice.
+        self._watch.is_of_others = True
+        rank_zero_info(_OTHERS)
+        return outputs
 
     def _is_untouched(self) -> bool:
         """Whether the batch still is what the loader gave, and what slices have left in the module can be put back."""

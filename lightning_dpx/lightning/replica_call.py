@@ -130,7 +130,8 @@ class ReplicaCall:
         metrics.gives_slices = rules.metrics_give_slices
         # A step that drew nothing when it was checked may begin to, in a later epoch, say.
         first_draws: FirstDraws | None = None
-        if len(slices) > 1 and rules.news.seen is not None and not rules.draws:
+        can_tell = not session.replicas.traits.draws.is_of_others
+        if len(slices) > 1 and rules.news.seen is not None and not rules.draws and can_tell:
             first_draws = FirstDraws(session, self._name, slices, rules)
         made = session.metric_watch.made
         made.begin()

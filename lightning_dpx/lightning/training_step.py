@@ -21,7 +21,7 @@ import torch
 
 from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
-from lightning_dpx.lightning.first_draws import REASON, DrawsAppear
+from lightning_dpx.lightning.first_draws import DrawsAppear
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
@@ -105,8 +105,7 @@ class TrainingFlow:
                 return self.run(args, kwargs)
             except DrawsAppear as drawn:
                 self._discard(drawn)
-                session.whole_batches.give_next_whole(NAME, REASON)
-                return self.run(args, kwargs)
+                return drawn.run_again(partial(self.run, args, kwargs))
             except BaseException as error:
                 self._discard(error)
                 whole = self._whole_instead(error)

@@ -57,8 +57,12 @@ class WholeBatches:
 
     def give_next_whole(self, stage: str, reason: str, advice: str = "") -> None:
         """The next batch of ``stage`` stays whole, which is announced; those after it may be cut."""
-        self._next_whole.add(stage)
+        self.keep_next_whole(stage)
         self._announce(stage, "gets a batch", reason, advice, reason)
+
+    def keep_next_whole(self, stage: str) -> None:
+        """The next batch of ``stage`` stays whole; who asks for it says so, or not."""
+        self._next_whole.add(stage)
 
     def pop_next_whole(self, stage: str) -> bool:
         """Whether this batch is the one to stay whole; the next one is not."""

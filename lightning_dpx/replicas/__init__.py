@@ -6,7 +6,7 @@ from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_ba
 from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensors
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
-from lightning_dpx.replicas.draws import BatchDraws, Source, StepDraws, drawn_once
+from lightning_dpx.replicas.draws import BatchDraws, SeenGenerators, Source, StepDraws, ThreadDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.executor_choice import Execution
 from lightning_dpx.replicas.joint_backward import Roots
@@ -59,8 +59,10 @@ __all__ = [
     "AttributeRules",
     "BatchDim",
     "BatchDraws",
+    "SeenGenerators",
     "Source",
     "StepDraws",
+    "ThreadDraws",
     "drawn_once",
     "BatchSlicer",
     "InputGradients",

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.devices import RandomStates, host_random_state
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators, put_back, same_state, state_of
 from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
+from lightning_dpx.replicas.same_draws import has_dropout_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,14 @@ class DrawWatch:
 
     Args:
         module: The module whose code draws.
+
+    Attributes:
+        is_of_others: Whether other threads were seen to draw, so that a comparison says nothing of a step.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.is_of_others: bool = False
         # It reads them where they lie: to copy them before and after every step would take 0.2 ms.
         self._process = GeneratorWatch()
 
@@ -60,9 +66,36 @@ class DrawWatch:
 
     def has_drawn(self, seen: SeenGenerators) -> bool:
         """Whether there were draws since :meth:`now`."""
-        if not torch.equal(seen.torch, host_random_state()) or seen.process != self._process.now():
+        return not torch.equal(seen.torch, host_random_state()) or self.has_drawn_outside_torch(seen)
+
+    def has_drawn_outside_torch(self, seen: SeenGenerators) -> bool:
+        """As :meth:`has_drawn`, but for PyTorch's generator of the host."""
+        if seen.process != self._process.now():
             return True
         return not all(same_state(state_of(generator), state) for generator, state in seen.held)
+
+
+class ThreadDraws(TorchDispatchMode):
+    """Notes whether this thread draws from a generator of PyTorch's; all threads share that of the host.
+
+    Attributes:
+        seen: Whether it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: bool = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not has_dropout_off(func, args, kwargs):
+            # In inference mode dropout comes here as it is called, and draws nothing in evaluation.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            self.seen = True
+        return func(*args, **kwargs)
 
 
 Source = Literal["torch", "others"]  # the host's generator of PyTorch; those of Python and NumPy, and of modules

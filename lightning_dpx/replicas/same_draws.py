@@ -118,7 +118,7 @@ class SameDraws(TorchDispatchMode):
                     written = args[index] if index < len(args) else kwargs.get(argument.name)
                     self._before_write(written)
         # torch's own mark of operators that draw numbers.
-        if torch.Tag.nondeterministic_seeded not in func.tags or _has_dropout_off(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or has_dropout_off(func, args, kwargs):
             result = func(*args, **kwargs)
             # The dtypes of a step decide how far its slices may be from the whole batch.
             results = result if isinstance(result, list | tuple) else [result]
@@ -167,7 +167,7 @@ class SameDraws(TorchDispatchMode):
                 torch.autograd.graph.increment_version(tensor)
 
 
-def _has_dropout_off(func: Any, args: Any, kwargs: Any) -> bool:
+def has_dropout_off(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator would draw for its dropout alone, as attention does, and there is none."""
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.name in _DROPOUTS:

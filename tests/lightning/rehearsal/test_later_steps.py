@@ -1,8 +1,11 @@
 """Steps that do something else later on: as on one device, or announced and then as on one device."""
 
 import random
+import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -400,6 +403,47 @@ def test_the_batch_of_the_first_draws_is_run_again_on_one_device(
     assert "gets a batch whole" in said
     assert "It draws random numbers in this batch, and drew none when it was checked." in said
     assert "unchecked" not in caplog.text
+
+
+class DrawsBeside(Model):
+    """While the step runs, another thread draws: as one that loads batches, or another run."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.current_epoch:
+            beside = threading.Thread(target=self.draw)
+            beside.start()
+            beside.join()
+        return self.loss(batch)
+
+
+def drawn_a_few_times(draw: Callable[[], Any], number: int) -> Callable[[], Any]:
+    times = count()
+    return lambda: draw() if next(times) < number else None
+
+
+@pytest.mark.parametrize(
+    ("draw", "number"),
+    [
+        # These show in no operator, so the step must be seen to draw nothing when it runs again.
+        pytest.param(random.random, 2, id="python"),
+        pytest.param(np.random.rand, 2, id="numpy"),
+        pytest.param(partial(torch.rand, 2), 99, id="torch"),
+    ],
+)
+def test_draws_of_another_thread_are_not_taken_for_those_of_the_step(
+    draw: Callable[[], Any], number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(9 * ROWS, ROWS)
+    with caplog.at_level("INFO"):
+        kind = partial(DrawsBeside, drawn_a_few_times(draw, number))
+        ours, said = fitted(kind, 2, loader, execution="inline")
+    assert ours == fitted(partial(DrawsBeside, int), loader=loader)[0]
+    assert "gets a batch whole" not in said
+    assert caplog.text.count("another thread draws random numbers while steps run") == 1
 
 
 class ScalesInPlace(Model):
