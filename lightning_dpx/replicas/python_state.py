@@ -11,8 +11,9 @@ so most of what hooks and steps change need not be carried. What is left for thi
 The cost of a step grows with the number of attributes, not with what they hold.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,20 +21,18 @@ from torch import nn
 
 from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
-from lightning_dpx.replicas.attribute_watch import AttributeWatch
+from lightning_dpx.replicas.copied_attributes import CopiedAttributes
 from lightning_dpx.replicas.counterparts import Counterparts
 from lightning_dpx.replicas.hook_copies import HookCopies
 from lightning_dpx.replicas.mirrors import Mirrors
 from lightning_dpx.replicas.parameter_attributes import ParameterAttributes
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.seen_values import SeenTensor, is_still, remembered
+from lightning_dpx.replicas.seen_attributes import AttributeChanges, SeenAttributes
 from lightning_dpx.replicas.shared_containers import SharedContainers
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
-from lightning_dpx.replicas.tensors_before import TensorsBefore
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _MISSING = object()
-_NO_TENSORS = TensorsBefore(())
 
 
 class PythonState:
@@ -60,35 +59,30 @@ class PythonState:
     ) -> None:
         self._root = replicas[0]
         self._others = list(replicas[1:])
-        self._private = private | OF_EVERY_MODULE
-        self._skip = skip
-        self._keep = list(keep)
+        # Parameters, buffers, submodules and hooks have ways of their own.
+        private |= OF_EVERY_MODULE
+        self._looked_after = _LookedAfter(skip, list(keep))
         self._counterparts = Counterparts(self._root, Mirrors(), keep)
         # On one device the other replicas can use tensors as they are.
         several_devices = any(replica.device != self._root.device for replica in self._others)
         self._containers = SharedContainers(
             self._counterparts.is_boundary, self._root.device if several_devices else None
         )
-        self._rebound: set[tuple[int, str]] = set()  # by the step that has just ended
+        # Between share() and collect(); what hooks do to shared containers is no step's.
         self._begun = False
-        self._tensors = _NO_TENSORS  # of the step that is under way, where it may run again
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
         self._iterators = IteratorsOfStep(self._root.device)
-        self._modules = {replica.index: self._looked_after(replica) for replica in replicas}
-        self._seen = [remembered(self._own(child)) for child in self._modules[0]]
-        self._have_tensors = {index for index, seen in enumerate(self._seen) if _has_tensor(seen)}
-        self._expected: dict[int, list[dict[str, Any]]] = {}
-        self._watches = self._new_watches()
-        self.hooks: HookCopies = HookCopies(replicas, self._modules, partial(self._counterparts.there, lazily=True))
-        self.of_parameters: ParameterAttributes = ParameterAttributes(
-            replicas, partial(self._counterparts.there, lazily=True)
-        )
+        self._modules = {replica.index: self._looked_after.of(replica) for replica in replicas}
+        self._seen = SeenAttributes(self._modules[0], private)
+        there = partial(self._counterparts.there, lazily=True)
+        self.hooks: HookCopies = HookCopies(replicas, self._modules, there)
+        self.of_parameters: ParameterAttributes = ParameterAttributes(replicas, there)
+        self._copies: dict[int, CopiedAttributes] = {}
         if not self._others:
             return
-        for index, child in enumerate(self._modules[0]):
-            for key, value in self._own(child).items():
-                self._containers.watch((index, key), value)
-                self._iterators.note((index, key), value)
+        for index in range(len(self._modules[0])):
+            for key, value in self._seen.of(index).items():
+                self._watch_value(index, key, value)
                 for replica in self._others:
                     attributes = vars(self._modules[replica.index][index])
                     if key in attributes:
@@ -96,7 +90,8 @@ class PythonState:
         # What was mirrored until here was copied together with the hooks.
         self.hooks.are_outdated = False
         for replica in self._others:
-            self._expected[replica.index] = [self._own(child) for child in self._modules[replica.index]]
+            modules = self._modules[replica.index]
+            self._copies[replica.index] = CopiedAttributes(modules, private, self._note_numbers)
 
     # ---- before a step ----
 
@@ -111,27 +106,25 @@ class PythonState:
         """
         if not self._others:
             return
-        # Those of an earlier step are no longer what the module began with.
-        self._tensors = _NO_TENSORS
+        self._seen.begin()
         self._follow_structure()
         # Memos go by ids, and what a step has dropped may have left its id to something new.
         self._counterparts.forget()
         for replica in self._others:
             replica.hidden.follow()
         self._send_new_containers()
-        modules = self._modules[0]
-        for index in self._watches[0].suspects():
-            self._send_attributes(index, modules[index])
+        for changes in self._seen.take_changes():
+            self._send_changes(changes)
         self.hooks.follow()
-        for replica in self._others:
-            self._restore(replica)
-        # Only now: what was rebound has been noted on the way, by _send and by _restore.
+        for copies in self._copies.values():
+            copies.restore()
+        # Only now: what was rebound has been noted on the way, before it was overwritten.
         self.unseen.end(self._modules[0])
         self._sync_mirrors()
         # Gradients of every row may hang there, which replicas that idle need not keep.
         if by_several:
             self.of_parameters.follow()
-        self._rebound.clear()
+        self._seen.forget_rebound()
         self._begun = True
 
     def _follow_structure(self) -> None:
@@ -143,74 +136,41 @@ class PythonState:
             self._check_modules()
             for replica in self._others:
                 replica.refresh()
-            self._modules[0] = self._looked_after(self._root)
-            self._watches = self._new_watches()
+            self._modules[0] = self._looked_after.of(self._root)
+            self._seen.follow(self._modules[0])
         if self._root.buffers is not buffers:  # a step put new tensors in their place, on every replica
             for replica in self._others:
                 replica.refresh()
         self.hooks.check_parameters()
 
-    def _send_attributes(self, index: int, child: nn.Module) -> None:
+    def _send_changes(self, changes: AttributeChanges) -> None:
         """What was set or deleted on the user's submodule goes to its counterparts."""
-        seen = self._seen[index]
-        now = self._own(child)
-        self._watches[0].note(index)
-        # A module with a tensor is looked at in every step, and mostly is as it was.
-        if len(seen) == len(now) and all(map(is_still, seen.values(), now.values())) and seen.keys() == now.keys():
-            return
-        for key, value in now.items():
-            if key not in seen or not is_still(seen[key], value):
-                self._send(index, key, value)
+        for key, value in changes.new.items():
+            self._send(changes.index, key, value)
         # What was deleted on the user's module is gone on its replicas as well.
-        for key in seen.keys() - now.keys():
-            self._containers.forget((index, key))
-            self._iterators.forget((index, key))
-            self._forget_mirrors(index, key)
-            for replica in self._others:
-                vars(self._modules[replica.index][index]).pop(key, None)
-                self._expected[replica.index][index].pop(key, None)
-        self._seen[index] = remembered(now)
-        self._have_tensors.discard(index)
-        if _has_tensor(self._seen[index]):
-            self._have_tensors.add(index)
+        for key in changes.deleted:
+            self._containers.forget((changes.index, key))
+            self._iterators.forget((changes.index, key))
+            self._forget_mirrors(changes.index, key)
+            for copies in self._copies.values():
+                copies.delete(changes.index, key)
 
     def _send(self, index: int, key: str, value: Any) -> None:
         self._forget_mirrors(index, key)
-        self._containers.watch((index, key), value)
-        self._iterators.note((index, key), value)
+        self._watch_value(index, key, value)
         for replica in self._others:
             # What the step itself has rebound, it mostly rebinds again without reading it: large
             # tensors of it are copied when they are used. What a hook has set is there to be used.
-            translated = self._counterparts.there(replica, value, lazily=(index, key) in self._rebound)
-            state = vars(self._modules[replica.index][index])
-            # A number that the replica has made of it in the last step would be overwritten unseen.
-            if key in state:
-                expected = self._expected[replica.index][index]
-                self.unseen.note_numbers(index, expected, {key: state[key]}, self._modules[0])
-            state[key] = translated
-            self._expected[replica.index][index][key] = translated
+            translated = self._counterparts.there(replica, value, lazily=self._seen.is_rebound(index, key))
+            self._copies[replica.index].set(index, key, translated)
             self._pair((index, key), replica.index, value, translated)
 
-    def _restore(self, replica: Replica) -> None:
-        """Undoes what a step rebound on a replica other than the first."""
-        watch = self._watches[replica.index]
-        for index in watch.suspects():
-            child = self._modules[replica.index][index]
-            expected = self._expected[replica.index][index]
-            state = vars(child)
-            # All that was expected is there, and by its number nothing else beside what is private.
-            is_as_expected = all(state.get(key, _MISSING) is value for key, value in expected.items())
-            if is_as_expected and len(state) - len(expected) == self._num_private(child):
-                watch.note(index)
-                continue
-            now = {key: state.get(key) for key in expected}
-            self.unseen.note_numbers(index, expected, now, self._modules[0])
-            for key in [key for key in state if key not in self._private and key not in expected]:
-                del state[key]
-            state.update(expected)
+    def _watch_value(self, index: int, key: str, value: Any) -> None:
+        self._containers.watch((index, key), value)
+        self._iterators.note((index, key), value)
 
-    def _num_private(self, child: nn.Module) -> int:
-        return len(self._private & vars(child).keys())
+    def _note_numbers(self, index: int, expected: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        self.unseen.note_numbers(index, expected, now, self._modules[0])
 
     def _sync_mirrors(self) -> None:
         if not self._counterparts.mirrors:
@@ -283,18 +243,12 @@ class PythonState:
         for attribute in self._containers.grown():
             self.unseen.note_container(*attribute)
         self._containers.bring_home()
-        # For the next step: what this one has rebound by itself, on the user's own module.
-        for index in self._watches[0].suspects():
-            seen = self._seen[index]
-            for key, value in self._own(self._modules[0][index]).items():
-                if key not in seen or not is_still(seen[key], value):
-                    self._rebound.add((index, key))
+        # For the next step.
+        self._seen.note_rebound()
 
     def hold_tensors(self) -> None:
         """After :meth:`share`, of a step that may run again: :meth:`put_back` gives attributes their tensors."""
-        modules = self._modules[0]
-        # Most modules have none outside of parameters and buffers, and then nothing is done in every step.
-        self._tensors = TensorsBefore((vars(modules[index]), self._seen[index]) for index in self._have_tensors)
+        self._seen.hold_tensors()
 
     def can_put_back(self, lists: Iterable[tuple[str, str]] = ()) -> bool:
         """Whether :meth:`put_back` would undo what the step, which has run, has done to tensors.
@@ -307,7 +261,7 @@ class PythonState:
         for index, key in self._counterparts.mirrors.changed():
             if not any(modules[index] is module and key == name for module, name in apart):
                 return False
-        return not self._tensors.are_lost
+        return not self._seen.tensors_are_lost
 
     def put_back(self) -> None:
         """After a step that will run again, instead of :meth:`collect`: what it rebound is what it was.
@@ -318,15 +272,7 @@ class PythonState:
         if not self._others:
             return
         self._containers.put_back()
-        for index in self._watches[0].suspects():
-            seen = self._seen[index]
-            state = vars(self._modules[0][index])
-            for key, value in self._own(self._modules[0][index]).items():
-                if key not in seen:
-                    del state[key]
-                elif not is_still(seen[key], value) and not isinstance(seen[key], SeenTensor):
-                    state[key] = seen[key]
-        self._tensors.put_back()
+        self._seen.put_back()
 
     # ---- what is shared, and what is mirrored ----
 
@@ -359,24 +305,23 @@ class PythonState:
                     "before fit (configure_model)."
                 )
 
-    def _looked_after(self, replica: Replica) -> list[nn.Module]:
-        shared = _modules_of(self._keep)
-        return [child for child in replica.modules if not isinstance(child, self._skip) and id(child) not in shared]
 
-    def _new_watches(self) -> dict[int, AttributeWatch]:
-        watches = {}
-        for index, modules in self._modules.items():
-            # What a step leaves on the user's own module may have a graph; replicas get copies.
-            is_copy = index > 0
-            watches[index] = AttributeWatch(modules, keeps_tensors=is_copy, private=OF_EVERY_MODULE)
-        return watches
+@dataclass(frozen=True, slots=True)
+class _LookedAfter:
+    """Which submodules are looked after here.
 
-    def _own(self, child: nn.Module) -> dict[str, Any]:
-        return {key: value for key, value in vars(child).items() if key not in self._private}
+    Attributes:
+        skip: Types of those that are not.
+        keep: Objects that all replicas share; with what they hold.
+    """
 
+    skip: tuple[type, ...]
+    keep: list[object]
 
-def _has_tensor(seen: dict[str, Any]) -> bool:
-    return any(isinstance(value, SeenTensor) for value in seen.values())
+    def of(self, replica: Replica) -> list[nn.Module]:
+        """The submodules of a replica that are."""
+        shared = _modules_of(self.keep)
+        return [child for child in replica.modules if not isinstance(child, self.skip) and id(child) not in shared]
 
 
 def _modules_of(kept: Iterable[Any]) -> set[int]:
