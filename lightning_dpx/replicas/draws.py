@@ -20,6 +20,7 @@ from lightning_dpx.devices import RandomStates, host_random_state
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators, put_back, same_state, state_of
 from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
 from lightning_dpx.replicas.same_draws import has_dropout_off
+from lightning_dpx.torch_compat import on_tensors_of_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ class ThreadDraws(TorchDispatchMode):
         self.seen: bool = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if on_tensors_of_tensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and not has_dropout_off(func, args, kwargs):
             # In inference mode dropout comes here as it is called, and draws nothing in evaluation.

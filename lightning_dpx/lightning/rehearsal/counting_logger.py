@@ -6,12 +6,12 @@ from typing import Any
 from lightning_dpx.lightning.lightning_api import Logger
 
 
-def counting_logger(original: Logger, calls: list[str]) -> Logger:
+def counting_logger(original: Logger, note: Callable[[str], None]) -> Logger:
     """Stands in for a logger.
 
     Args:
         original: The user's, whose class it has, and whose plain attributes (a folder, a version) it shows.
-        calls: Gets the name of every method that is called, of the logger or of its experiment.
+        note: Is told the name of every method that is called, of the logger or of its experiment.
     """
     # Steps ask isinstance(self.logger, TensorBoardLogger), and must take the
     # branch they take in the run.
@@ -22,7 +22,7 @@ def counting_logger(original: Logger, calls: list[str]) -> Logger:
         stand_in: Any = object.__new__(type(kind.__name__, (_Counts, kind), names))
     except TypeError:  # a class that allows no other to be made from it
         stand_in = object.__new__(_Counts)
-    vars(stand_in).update(_original=original, _calls=calls)
+    vars(stand_in).update(_original=original, _note=note)
     return stand_in  # type: ignore[no-any-return]
 
 
@@ -34,9 +34,9 @@ class _Counts(Logger):
         if name.startswith("_"):
             return super().__getattribute__(name)
         if name == "experiment":
-            return _CountingExperiment(self._calls)
+            return _CountingExperiment(self._note)
         if callable(getattr(type(self._original), name, None)) or not hasattr(self._original, name):
-            return _counted(self._calls, name)
+            return _counted(self._note, name)
         return getattr(self._original, name)
 
     @property
@@ -58,27 +58,27 @@ class _Counts(Logger):
 
 
 class _CountingExperiment:
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
             # As of any object: copy and pickle ask for names such as __deepcopy__, and would
             # take an answer for a method.
             raise AttributeError(name)
-        return _counted(self._calls, name)
+        return _counted(self._note, name)
 
     def __getitem__(self, _key: Any) -> "_CountingExperiment":
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
         del value
-        self._calls.append(str(key))
+        self._note(str(key))
 
 
-def _counted(calls: list[str], name: str) -> Callable[..., None]:
+def _counted(note: Callable[[str], None], name: str) -> Callable[..., None]:
     def method(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
-        calls.append(name)
+        note(name)
 
     return method

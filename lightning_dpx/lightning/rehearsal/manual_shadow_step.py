@@ -16,11 +16,10 @@ from torch import nn
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
+from lightning_dpx.lightning.rehearsal.optimizer_copies import attributes_stepped_in, with_copied_optimizers
+from lightning_dpx.lightning.rehearsal.sandbox import Sandbox
 from lightning_dpx.lightning.rehearsal.shadow import (
-    Sandbox,
-    attributes_stepped_in,
     pointing_at_shadow,
-    with_copied_optimizers,
 )
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import disable_current_modes

@@ -452,8 +452,8 @@ class Rehearsal:
                 "For all devices to take part, go by self.",
             )
         # By hand, optimizers write parameters inside of the step, as they should.
-        if self._step.sandbox.written and not self._step.by_hand:
-            raise writes_parameters(self._step.sandbox.written)
+        if self._step.sandbox.last.written and not self._step.by_hand:
+            raise writes_parameters(self._step.sandbox.last.written)
         # By hand, slices hear of it when they ask for one.
         if whole.keeps_graph:
             raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")

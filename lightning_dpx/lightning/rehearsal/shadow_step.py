@@ -32,14 +32,10 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     state_outside,
 )
 from lightning_dpx.lightning.rehearsal.hook_reads import HookNames
+from lightning_dpx.lightning.rehearsal.optimizer_copies import with_copied_optimizers
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
-from lightning_dpx.lightning.rehearsal.shadow import (
-    Sandbox,
-    ShadowReplicas,
-    make_shadow,
-    pointing_at_shadow,
-    with_copied_optimizers,
-)
+from lightning_dpx.lightning.rehearsal.sandbox import Sandbox
+from lightning_dpx.lightning.rehearsal.shadow import ShadowReplicas, make_shadow, pointing_at_shadow
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.python_objects.process_settings import gpus_compute_in_tf32
 from lightning_dpx.replicas import MergeRules, ReplicaSet, first_loss
@@ -107,7 +103,7 @@ class ShadowStep:
     def adopt_precision(self) -> None:
         """Takes the tolerance from the dtypes that a run has shown the step to compute in."""
         # Autocast inside of the step, or a loss in other digits, shows only when operators run.
-        seen = self.sandbox.draws.dtypes.intersection(_ROUNDING)
+        seen = self.sandbox.last.draws.dtypes.intersection(_ROUNDING)
         self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
 
     def make_shadow(self, *, own_parameters: bool = False) -> Any:
@@ -257,7 +253,7 @@ class ShadowStep:
                 name: host_copy(one.grad) for name, one in zip(names, owners, strict=True) if one.grad is not None
             }
         seen.state = self.state(shadow)
-        seen.logger_calls = list(self.sandbox.logger_calls)
+        seen.logger_calls = list(self.sandbox.last.logger_calls)
 
     def state(self, shadow: Any) -> dict[str, Any]:
         """Python state and buffers of a shadow, and what its code reaches outside of it."""
@@ -309,7 +305,7 @@ class ShadowStep:
 
     def note_draws(self, seen: Observation) -> None:
         """Notes the random numbers that the last run drew."""
-        draws = self.sandbox.draws
+        draws = self.sandbox.last.draws
         seen.draws = SeenDraws(
             drew=draws.drew, per_row=draws.by_step, of_steps=draws.of_steps, left_alone=draws.left_alone
         )

@@ -171,7 +171,7 @@ class WholeRun:
         """Takes over what a run has shown of the step, for the runs after it."""
         step = self.step
         step.adopt_precision()
-        step.changes_settings |= step.sandbox.changed_settings and not step.by_hand
+        step.changes_settings |= step.sandbox.last.changed_settings and not step.by_hand
         step.changes_settings |= bool(step.sandbox.switched)
         step.note_draws(seen)
 

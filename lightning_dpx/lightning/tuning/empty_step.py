@@ -21,7 +21,7 @@ from lightning_dpx.errors import describe_error
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_dpx.lightning.memory.dry_run.place import strategy_to_look, trainer_on
 from lightning_dpx.lightning.memory.dry_run.step_profiles import LoggedValue
-from lightning_dpx.lightning.rehearsal.shadow import copy_optimizers
+from lightning_dpx.lightning.rehearsal.optimizer_copies import copy_optimizers
 from lightning_dpx.lightning.silence_lightning import quiet_lightning
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only

@@ -121,7 +121,7 @@ def test_a_hook_that_sees_the_whole_batch_calls_it_once(hardware) -> None:
 
 def test_a_stand_in_is_of_the_kind_shows_plain_attributes_and_takes_any_call(tmp_path: Path) -> None:
     calls: list[str] = []
-    stand_in: Any = counting_logger(CSVLogger(tmp_path, name="mine", version=7), calls)
+    stand_in: Any = counting_logger(CSVLogger(tmp_path, name="mine", version=7), calls.append)
     assert isinstance(stand_in, CSVLogger)
     assert (stand_in.name, stand_in.version, stand_in.save_dir) == ("mine", 7, str(tmp_path))
     stand_in.log_metrics({"a": 1.0}, step=0)
