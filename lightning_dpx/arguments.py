@@ -1,5 +1,6 @@
 """What public functions ask of their arguments, whatever they are for."""
 
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -30,3 +31,13 @@ def check_is_module(module: object) -> None:
     if isinstance(module, type) and issubclass(module, nn.Module):
         way_out = f"give an instance of the class: {module.__name__}(...)"
     raise ConfigurationError(f"module={module!r} is not allowed; {way_out}.")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuses a value that is not among ``allowed``.
+
+    Raises:
+        ConfigurationError: names the argument, the value and what is allowed.
+    """
+    if value not in allowed:
+        raise ConfigurationError(f"{name}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}.")

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_dpx.arguments import check_choice
 from lightning_dpx.errors import GatherError
 from lightning_dpx.gradient_sums import GradientSums
 from lightning_dpx.reducers import GradientReducer, ProcessReducer
@@ -30,7 +31,6 @@ from lightning_dpx.replicas import (
     ReplicaSet,
     Roots,
     Weights,
-    check_choice,
     loss_of,
     weighted_mean,
     weights_of,

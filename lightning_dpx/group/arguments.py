@@ -7,8 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from lightning_dpx.arguments import check_choice
 from lightning_dpx.errors import ConfigurationError
-from lightning_dpx.replicas import check_batch_dim, check_choice
+from lightning_dpx.replicas import check_batch_dim
 from lightning_dpx.shifting import applied_shift
 
 GradReq = Literal["write", "add", "null"]

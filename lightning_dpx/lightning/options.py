@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_dpx.arguments import is_number, is_whole_number
+from lightning_dpx.arguments import check_choice, is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.memory.out_of_memory import OnOOM
 from lightning_dpx.reducers import REDUCERS, GradientReducer, make_communication_hook
@@ -16,7 +16,6 @@ from lightning_dpx.replicas import (
     MicroBatches,
     Slicer,
     check_batch_dim,
-    check_choice,
     check_micro_batches,
     check_workload,
     make_slicer,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_dpx.arguments import check_choice
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import (
     DoublePrecision,
@@ -18,7 +19,7 @@ from lightning_dpx.lightning.lightning_api import (
     TransformerEnginePrecision,
     pl,
 )
-from lightning_dpx.replicas import check_choice, children_of, end_failed_step, rebuild
+from lightning_dpx.replicas import children_of, end_failed_step, rebuild
 from lightning_dpx.shifting import has_shifts, unshifted
 
 PrecisionName = Literal[

@@ -200,11 +200,11 @@ class ReplicaCall:
             yield
             return
         replicas = session.replicas
-        self._changes_settings_once = replicas.runs_one_by_one(self._name)
+        self._changes_settings_once = replicas.order.runs_one_by_one(self._name)
         with session.settings.changed_once():
             yield
         if session.settings.has_changed and not self._changes_settings_once:
-            replicas.note_shared_write(self._name)
+            replicas.order.note_shared_write(self._name)
             rank_zero_warn(
                 f"dpx: {self._name} has changed settings of an optimizer (a learning rate, say) while its slices ran "
                 "at once, so each of them may have changed them in this batch. From the next one on they take turns, "

@@ -3,12 +3,14 @@
 from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
+from lightning_dpx.replicas.batch_slice import BatchSlice, weights_of
 from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensors
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.draws import BatchDraws, SeenGenerators, Source, StepDraws, ThreadDraws, drawn_once
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.executor_choice import Execution
+from lightning_dpx.replicas.failed_steps import end_failed_step
 from lightning_dpx.replicas.joint_backward import Roots
 from lightning_dpx.replicas.merging.appended_items import (
     ListPlace,
@@ -26,13 +28,7 @@ from lightning_dpx.replicas.merging.reductions import weighted_mean
 from lightning_dpx.replicas.merging.rules import Weights
 from lightning_dpx.replicas.micro_batch_sizes import MicroBatches, check_micro_batches, parse_micro_batches
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replica_set import (
-    BatchSlice,
-    ReplicaSet,
-    check_choice,
-    end_failed_step,
-    weights_of,
-)
+from lightning_dpx.replicas.replica_set import ReplicaSet
 from lightning_dpx.replicas.replicate import make_shadow_module
 from lightning_dpx.replicas.slice_gradients import InputGradients, OutputGradients, join_input_gradients
 from lightning_dpx.replicas.slicers import Slicer, make_slicer, register_slicer, slicer_of
@@ -94,7 +90,6 @@ __all__ = [
     "batch_size",
     "check_batch_dim",
     "check_workload",
-    "check_choice",
     "check_micro_batches",
     "join_input_gradients",
     "check_paths",

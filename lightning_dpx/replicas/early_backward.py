@@ -26,9 +26,9 @@ import torch
 
 from lightning_dpx.backward_threads import forget_failed_backward
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.containers import map_result
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.replicas.replica_set import BatchSlice
 from lightning_dpx.torch_compat import run_backward
 
 Gradients = list[list[torch.Tensor | None]]  # K x N

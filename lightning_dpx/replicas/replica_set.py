@@ -3,17 +3,17 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from lightning_dpx.backward_threads import end_failed_backward, finish_backward_at_exit, forget_failed_backward
+from lightning_dpx.arguments import check_choice
+from lightning_dpx.backward_threads import finish_backward_at_exit, forget_failed_backward
 from lightning_dpx.devices import (
     canonical_device,
-    device_context,
     distinct_devices,
     keeps_workspaces,
     seed_apart,
@@ -24,30 +24,30 @@ from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
+from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.buffer_sync import BufferMode
-from lightning_dpx.replicas.context import InterProcess, ReplicaRank, as_rank
+from lightning_dpx.replicas.context import InterProcess, ReplicaRank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.executor_choice import Execution, Lanes
+from lightning_dpx.replicas.failed_steps import end_failed_step
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
-from lightning_dpx.replicas.merging.rules import Weights
 from lightning_dpx.replicas.micro_batch_sizes import MicroBatches
 from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStructure
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replica_task import ReplicaTask, Watch
 from lightning_dpx.replicas.replicate import make_shadow_module, replicate
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
+from lightning_dpx.replicas.stage_order import StageOrder
 from lightning_dpx.replicas.stage_traits import StageTraits
-from lightning_dpx.replicas.stage_watch import StageWatch
 from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes
-from lightning_dpx.replicas.workers import Outcome, Task
+from lightning_dpx.replicas.workers import Task
 from lightning_dpx.torch_compat import run_backward
 
 # One object for the tasks of all steps, as it holds nothing.
 _NOTHING = nullcontext()
-_SECONDS_AFTER_ERROR = 10.0  # an operator of another device's backward may take: it is waited for
-_SECONDS_AFTER_INTERRUPTION = 0.5  # Ctrl-C must end a fit within two seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,87 +68,6 @@ class CopyRules:
     def by_reference(self) -> tuple[object, ...]:
         """All that replicas have in common."""
         return (*self.keep, *self.shared)
-
-
-@dataclass(slots=True)  # not frozen: K are made in every step, and that would cost them 1 us each
-class BatchSlice:
-    """One active replica's part of a batch.
-
-    Attributes:
-        replica: Whose part it is.
-        num_rows: Its rows.
-        batch: The part itself.
-        weight: What its loss counts in the mean, where that is not its rows.
-    """
-
-    replica: Replica
-    num_rows: int
-    batch: Any
-    weight: float | None = None
-
-
-def weights_of(slices: Sequence[BatchSlice]) -> Weights:
-    """What the slices of a batch count."""
-    rows = [batch_slice.num_rows for batch_slice in slices]
-    of_loss: list[float] = []
-    for batch_slice in slices:
-        weight = batch_slice.weight
-        # Where the user says nothing else, a row counts as much as any other.
-        of_loss.append(batch_slice.num_rows if weight is None else weight)
-    return Weights(rows=rows, of_loss=of_loss)
-
-
-class Watch(Protocol):
-    """Times a replica's part of a stage."""
-
-    def start(self) -> None:
-        """The replica's part begins."""
-
-    def stop(self) -> None:
-        """The replica's part has ended."""
-
-
-@dataclass(slots=True, eq=False)
-class ReplicaTask(Task):
-    """A replica's part of a stage, run in the replica's rank; its errors say which module raised them.
-
-    Its ``call`` gets the slice.
-
-    Attributes:
-        rank: The replica's place among those that take part.
-        batch_slice: Its part of the batch.
-        watches: What times it.
-        searched: Whether to look for the first NaN of its forward, as under ``detect_anomaly``.
-    """
-
-    rank: ReplicaRank = field(kw_only=True)
-    batch_slice: BatchSlice = field(kw_only=True)
-    watches: Sequence[Watch] = field(kw_only=True)
-    searched: bool = field(kw_only=True)
-
-    def attempt(self) -> Outcome:
-        """See :meth:`Task.attempt`; all of it in one frame, of which a user's traceback has one for each replica."""
-        replica = self.batch_slice.replica
-        module = replica.module
-        try:
-            with device_context(self.device), as_rank(self.rank):
-                try:
-                    if self.before is not None:
-                        self.before()
-                    for watch in self.watches:
-                        watch.start()
-                    # It hooks the forward of every submodule, so only anomaly mode pays for it.
-                    watching = replica.first_nan.watching(module) if self.searched else _NOTHING
-                    with watching:
-                        value = self.call(self.batch_slice)
-                    for watch in self.watches:
-                        watch.stop()
-                    return Outcome(value=value)
-                except BaseException as error:
-                    annotate(error, module, self.device, replica.first_nan)
-                    raise
-        except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt must reach the caller too
-            return Outcome(error=error)
 
 
 class ReplicaSet:
@@ -238,7 +157,7 @@ class ReplicaSet:
             deadline=deadline,
             beyond=beyond,
         )
-        self.traits: StageTraits = StageTraits(module)
+        self.order: StageOrder = StageOrder(module, self._lanes, self.partition)
         self.times: StepTimes | None = None  # of the step that is watched
 
     @property
@@ -247,6 +166,11 @@ class ReplicaSet:
         batch_dim = self.slicer.batch_dim
         dims = [batch_dim] if isinstance(batch_dim, int) else list(batch_dim.values())
         return next((dim for dim in dims if dim > 0), 0)
+
+    @property
+    def traits(self) -> StageTraits:
+        """What the stages of a step were seen to do."""
+        return self.order.traits
 
     @property
     def root(self) -> Replica:
@@ -387,18 +311,14 @@ class ReplicaSet:
             BaseException: the first replica's error, the original object with a note.
         """
         lanes = self._lanes
-        in_turns = self._takes_turns(stage)
+        order = self.order
+        in_turns = order.takes_turns(stage)
         if in_turns:
             # The turns run in the calling thread, which had given its cores to the lanes.
             lanes.release_cores()
         # In line, replicas draw and write in the order of one device: there is nothing to learn.
         before = self.traits.draws.now() if lanes.in_threads else None
-        # Only while the stage takes turns, and what is found decides whether threads may run it: a look at all that a
-        # language model leads to takes 30 times as long as its step.
-        watch: StageWatch | None = None
-        is_open = in_turns and not self.traits.needs_order_for_good(stage, training=self.root.module.training)
-        if is_open and len(slices) > 1:
-            watch = StageWatch(self.root.module, self._rules.by_reference)
+        watch = order.watch(stage, self._rules.by_reference) if in_turns and len(slices) > 1 else None
         # First of all: the ranks of the tasks keep the slot, so it must be that of this run.
         slot = lanes.open_slot()
         tasks = self._tasks(stage, slices, call, one_by_one=in_turns or not lanes.in_threads)
@@ -413,10 +333,10 @@ class ReplicaSet:
             end_failed_step([replica.module for replica in self.replicas], self.devices, interrupted=interrupted)
             raise
         if self.partition.has_micro_batches and slot.was_used:
-            self._note_meeting(stage)
+            order.note_meeting(stage)
         if before is not None and len(tasks) > 1:
-            self._note_draws(stage, in_turns, self.traits.draws.has_drawn(before))
-            self._note_writes(stage, in_turns, watch)
+            order.note_draws(stage, in_turns=in_turns, drew=self.traits.draws.has_drawn(before))
+            order.note_writes(stage, watch, in_turns=in_turns, wrote_shared=self.python_state.wrote_shared())
         return values
 
     def take_workspaces(self) -> None:
@@ -515,71 +435,6 @@ class ReplicaSet:
         annotate(error, replica.module, replica.device, replica.first_nan)
         note_replica(error, replica.index, replica.device, "backward")
 
-    def _takes_turns(self, stage: str) -> bool:
-        """Whether replicas that have threads run this stage one after the other all the same."""
-        if not self._lanes.in_threads or self.partition.trains_apart:
-            return False
-        return self.traits.needs_order(stage, training=self.root.module.training)
-
-    def _note_meeting(self, stage: str) -> None:
-        """Micro-batches that take turns in the thread of one device cannot wait there for each other."""
-        training = self.root.module.training
-        self.traits.met.add(training)
-        if self._lanes.in_threads and self.cuts_slices:
-            self.partition.leave_slices(training=training)
-            warnings.warn(
-                f"dpx: micro-batches have waited for each other in the {stage} (a collective, or a metric that is "
-                "called as a function or computed there), which they cannot do on several devices: slices are run in "
-                "one piece from here on. A metric's update() does not wait.",
-                stacklevel=3,
-            )
-
-    def runs_one_by_one(self, stage: str) -> bool:
-        """Whether slices run this stage one after the other, in their order."""
-        return self._takes_turns(stage) or not self._lanes.in_threads
-
-    def note_shared_write(self, stage: str) -> None:
-        """A stage that writes what all replicas share takes turns from now on, or its slices as one."""
-        self.traits.note_write(stage, training=self.root.module.training)
-        if self.partition.trains_apart:
-            self.partition.merges_in_training = True
-
-    def _note_writes(self, stage: str, in_turns: bool, watch: StageWatch | None) -> None:
-        """What the stage wrote of what its replicas share; ``watch`` has looked at it while it took turns."""
-        needs_order = False
-        if watch is not None:
-            needs_order, has_new = watch.compare()
-            self.traits.note_new_state(stage, training=self.root.module.training, has_new=has_new)
-        if not needs_order and not self.python_state.wrote_shared():
-            return
-        if not in_turns:
-            ordered = "take their slices as one" if self.partition.trains_apart else "take turns"
-            warnings.warn(
-                f"The {stage} writes Python state that its replicas share, so they {ordered} from here on; in this "
-                "step, which ran in threads, its order may not be that of one device.",
-                stacklevel=3,
-            )
-        self.note_shared_write(stage)
-
-    def _note_draws(self, stage: str, in_turns: bool, drew: bool) -> None:
-        # That replicas take turns is said once for all stages. What ran in threads is always said:
-        # its numbers were drawn in some order, and the step cannot be repeated.
-        known = self.traits.has_drawn
-        self.traits.note_draws(stage, training=self.root.module.training, drew=drew)
-        if not drew or (in_turns and known):
-            return
-        if in_turns:
-            text = "its replicas take turns instead of running in threads"
-        elif self.partition.trains_apart:
-            self.partition.merges_in_training = True
-            text = "this step, which ran in threads, is not reproducible; from here on they take their slices as one"
-        else:
-            text = "this step, which ran in threads, is not reproducible; from here on the replicas take turns"
-        warnings.warn(
-            f"The {stage} draws random numbers on the CPU, from a generator that all replicas share: {text}.",
-            stacklevel=3,
-        )
-
     def claim_cores(self) -> None:
         """Before a step; see :meth:`Lanes.claim_cores`. Replicas that take turns need the caller's threads."""
         if self._lanes.in_threads and not self.traits.has_drawn:
@@ -608,35 +463,3 @@ def _execution_of(module: nn.Module, asked: Execution) -> Execution:
     if compiled:
         return "inline"
     return asked
-
-
-def end_failed_step(
-    modules: Iterable[nn.Module], devices: Iterable[torch.device] = (), *, interrupted: bool = False
-) -> None:
-    """After the error of a step nothing of it is running, or writing to a module; within a bound.
-
-    Args:
-        modules: The module, or its replicas.
-        devices: Where they run, beside where their parameters are.
-        interrupted: The error is Ctrl-C, or the step was abandoned.
-    """
-    forget_failed_backward()
-    parameters: list[nn.Parameter] = []
-    for module in modules:
-        parameters += module.parameters()
-    # Shifted parts have their parameters on other devices than their replica.
-    places = distinct_devices([*devices, *(parameter.device for parameter in parameters)])
-    seconds = _SECONDS_AFTER_INTERRUPTION if interrupted else _SECONDS_AFTER_ERROR
-    # An operator may block for ever. What comes after it finds no parameter to write to.
-    if not end_failed_backward(places, seconds):
-        keep_gradients_out(parameters)
-
-
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Refuses a value that is not among ``allowed``.
-
-    Raises:
-        ConfigurationError: names the argument, the value and what is allowed.
-    """
-    if value not in allowed:
-        raise ConfigurationError(f"{name}={value!r} is not allowed; choose one of {', '.join(map(repr, allowed))}.")

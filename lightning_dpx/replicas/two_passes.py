@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lightning_dpx.python_objects.preserve import GeneratorStates
-from lightning_dpx.replicas.replica_set import BatchSlice, ReplicaSet
+from lightning_dpx.replicas.batch_slice import BatchSlice
+from lightning_dpx.replicas.replica_set import ReplicaSet
 
 
 class TwoPasses:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replica_set import ReplicaSet, check_choice
+from lightning_dpx.replicas.replica_set import ReplicaSet
 from tests.replicas.test_replicate import MakesParametersAnew
 
 CPU = torch.device("cpu")
@@ -35,7 +35,6 @@ def test_arguments_that_are_not_allowed_are_named_with_those_that_are() -> None:
         ReplicaSet(nn.Linear(1, 1), [CPU], execution="fast")
     with pytest.raises(dpx.ConfigurationError, match="devices is empty"):
         ReplicaSet(nn.Linear(1, 1), [])
-    check_choice("execution", "auto", ["auto"])
 
 
 def test_copies_draw_no_random_numbers_of_the_run() -> None:

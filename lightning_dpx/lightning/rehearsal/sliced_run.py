@@ -160,7 +160,7 @@ class SlicedRun:
         replicas = step.replicas_of(shadow, devices, existing=parameters, workload="even", micro_batches=micro_batches)
         if step.changes_settings:  # of optimizers or the process, which all replicas share
             for some in (replicas, step.replicas):
-                some.note_shared_write(step.call.name)
+                some.order.note_shared_write(step.call.name)
         for real, copied in zip(step.replicas.replicas, replicas.replicas, strict=True):
             shift = applied_shift(real.module)
             if shift is not None:

@@ -280,7 +280,7 @@ class Verification:
             rules.loss_reduction = before.loss_reduction
         # Before threads append to a list in any order, which no later step could put right.
         if rules.attributes.growing:
-            strategy.session.replicas.note_shared_write(call.name)
+            strategy.session.replicas.order.note_shared_write(call.name)
         self._spot_checks.news(key, outcome.comparison.differences)
         self._keep_order(call.name, outcome.comparison)
         strategy.session.metrics.take_rules(rehearsal.metric_rules)
@@ -361,7 +361,7 @@ class Verification:
     def _keep_order(self, name: str, comparison: Comparison) -> None:
         """A step that writes what lies outside of the module takes turns, or threads would write it in any order."""
         if any(path.startswith(OUTSIDE) for path in comparison.changed):
-            self._strategy.session.replicas.note_shared_write(name)
+            self._strategy.session.replicas.order.note_shared_write(name)
 
     def _check_smaller_slices(self, call: Call, rows: int) -> bool:
         """Tries slices of fewer rows than any before, of a step that did not run on a few rows, such as ``topk(8)``.
