@@ -175,6 +175,7 @@ def predict_step(work: Work, node: Node, gradients: float, nodes: int, network: 
     returning = _returning(node, work.batches)
     between = 0.0
     if nodes > 1 and network is not None:
+        # Before the gradients, nodes agree on how many rows each has, and which parameters have gradients.
         num_parameters = sum(len(bucket.gradients) for bucket in node.buckets)
         between = ring_seconds(_BYTES_OF_A_COUNT * (1 + nodes + num_parameters), nodes, network)
         between += ring_seconds(gradients, nodes, network)
@@ -295,6 +296,7 @@ def _collective(node: Node, bucket: Bucket) -> Iterator[Copy]:
         by_owner[owner] = by_owner.get(owner, 0.0) + size
     for owner, size in by_owner.items():
         share = size / node.num_devices
+        # Each device gets its share from all others, and only then is there a sum to gather.
         for device in range(node.num_devices):
             for other in range(node.num_devices):
                 if other != device:
@@ -345,6 +347,7 @@ def _hierarchical(node: Node, bucket: Bucket) -> Iterator[Copy]:
 
 def _nccl(node: Node, bucket: Bucket) -> Iterator[Copy]:
     """A chain to the owner, through which the sums pass in small pieces, so that all of its links work at once."""
+    # No device holds more than a piece at a time, so each link carries the bucket once.
     size = sum(bucket.gradients)
     for device in range(1, node.num_devices):
         yield device, device - 1, size

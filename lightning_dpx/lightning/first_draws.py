@@ -92,6 +92,7 @@ class FirstDraws:
 
     def run_again(self, run: Callable[[], T]) -> T:
         """As :meth:`DrawsAppear.run_again`."""
+        # Not announced yet: it may be another thread that has drawn.
         whole_batches = self._session.whole_batches
         whole_batches.keep_next_whole(self._name)
         with ThreadDraws() as own:

@@ -108,6 +108,7 @@ class SeenAttributes:
         for index in self._watch.suspects():
             seen = self._seen[index]
             state = vars(self._modules[index])
+            # What was deleted stays so: a step that runs again deletes it again.
             for key in _changed(seen, self.of(index)):
                 if key not in seen:
                     del state[key]

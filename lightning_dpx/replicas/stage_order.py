@@ -54,6 +54,7 @@ class StageOrder:
         """Micro-batches that take turns in the thread of one device cannot wait there for each other."""
         training = self._module.training
         self.traits.met.add(training)
+        # In line a replica that waits lets the next one run, in the same thread.
         if self._lanes.in_threads and self._partition.cuts_slices(training=training):
             self._partition.leave_slices(training=training)
             warnings.warn(
@@ -66,11 +67,13 @@ class StageOrder:
     def note_shared_write(self, stage: str) -> None:
         """A stage that writes what all replicas share takes turns from now on, or its slices as one."""
         self.traits.note_write(stage, training=self._module.training)
+        # Threads that were chosen for their speed have no turns to take.
         if self._partition.trains_apart:
             self._partition.merges_in_training = True
 
     def note_writes(self, stage: str, watch: StageWatch | None, *, in_turns: bool, wrote_shared: bool) -> None:
         """What the stage wrote of what its replicas share; ``watch`` has looked at it while it took turns."""
+        # The watch sees more than containers: globals, classes, and what steps take back before they end.
         needs_order = False
         if watch is not None:
             needs_order, has_new = watch.compare()

@@ -109,6 +109,7 @@ class KnownRules:
             news=news,
             checked=outcome.findings.keys() | outcome.logged.keys(),
         )
+        # Attributes are found among the outputs, and have rules of their own.
         judge = outcome.judge
         self._rules[key] = MergeRules(
             outputs={path: rule for path, rule in chosen(findings).items() if not is_kept(path)},
@@ -175,6 +176,7 @@ def _attribute_rules(earlier: AttributeRules, judge: AttributeJudge, findings: M
         findings: Of it and earlier ones, together.
     """
     rules = {path: rule for path, rule in chosen(findings).items() if is_kept(path)}
+    # One item without a rule, and the list cannot be put together.
     appended = dict[ListPlace, int]()
     for place, number in judge.appended.items():
         if all(one.rules for one in found_at(place, findings)):

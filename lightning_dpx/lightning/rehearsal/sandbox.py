@@ -147,9 +147,10 @@ class Sandbox:
             # After the common start, so that other numbers are the same
             # others in each process and run.
             advance([shadow])
+        # Of this run alone: what the last one has done is compared by then.
         trace = RunTrace(draws=RunDraws(self._states_now(shadow)))
         self.last = trace
-        # The dispatch mode sees writes by operators only.
+        # The dispatch mode sees writes by operators only, and none to metrics of globals, which are put back by state.
         places = _places_of(shadow)
         states = states_of(self._metrics_of_code)
         try:

@@ -131,6 +131,7 @@ class _Line:
         return replace(high, runs=tuple(map(self._code_run, low.runs, high.runs)))
 
     def _code_run(self, low: CodeRun, high: CodeRun) -> CodeRun:
+        # Negative where it has none, which no line goes through.
         backward = -1
         if high.backward >= 0:
             backward = self.size(low.backward, high.backward)
@@ -151,6 +152,7 @@ def _described_code(call: CompiledCall) -> tuple[object, ...]:
 
 def _described_call(call: SavedCall) -> tuple[object, ...]:
     """What a call is, whatever its size."""
+    # Events are places in the step: where they differ, the steps do not do the same.
     gone = [event for _, event in (*call.again, *call.given_beside)]
     return call.name, call.parent, call.begin, call.end, call.given, len(call.again), *gone
 
@@ -173,6 +175,7 @@ def scaled(profile: Profile, factor: float, in_time: float | None = None) -> Pro
         return profile
     if in_time is None:
         in_time = factor
+    # Copies go by bytes, on a link of their own: they take no longer where the device is slower.
     values = []
     for value in profile.values:
         stretches = [round(stretch * factor) for stretch in value.stretches]
