@@ -12,7 +12,6 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.arguments import check_is_module, is_whole_number
@@ -23,10 +22,11 @@ from lightning_dpx.group.arguments import (
     check_fixed_params,
     check_inputs_named,
     check_not_shifted,
-    check_value,
     gradient_requests,
 )
 from lightning_dpx.group.gradients import GroupGradients
+from lightning_dpx.group.named_values import copied_parameters, mean_buffers, write_by_name
+from lightning_dpx.group.output_monitors import OutputMonitors
 from lightning_dpx.group.shared_parameters import adopt_buffers, adopt_parameters, parameters_by_replica
 from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -51,7 +51,6 @@ from lightning_dpx.replicas import (
 from lightning_dpx.shifting import has_shifts
 from lightning_dpx.torch_compat import (
     FakeTensorMode,
-    tree_leaves,
     version_counter,
 )
 
@@ -138,14 +137,13 @@ class ReplicaGroup:
         )
         reduces = make_reducer(reducer, self._set.devices)
         self._gradients = GroupGradients(self._set, reduces, requests, fixed_params)
-        self._monitors: list[RemovableHandle] = []
+        self._monitors = OutputMonitors()
         self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
         self._left: list[int] = []  # versions of the buffers as the last forward left them
         self._modes: list[bool] = []  # train or eval, of each submodule in the last forward
         self._num_positional = 0
         self._two_passes: TwoPasses | None = None  # of a forward that kept no graph
-        self._is_again = False
 
     @staticmethod
     def _adopt_shared(
@@ -402,7 +400,7 @@ class ReplicaGroup:
         walked: list[bool] = []
         rows = self._rows_by_replica()
         modules = self._set.root.modules
-        self._is_again = True
+        self._monitors.are_silent = True
         try:
             with preserve_modes(modules), self._gradients.without_fixed():
                 # As in the first forward, whatever the module is set to by now.
@@ -413,7 +411,7 @@ class ReplicaGroup:
                     lambda one: walked.append(grads.walk(self._run_module(one), rows[one.replica.index])),
                 )
         finally:
-            self._is_again = False
+            self._monitors.are_silent = False
         return walked
 
     def _check_wants_gradients(self) -> None:
@@ -553,26 +551,7 @@ class ReplicaGroup:
             raise ConfigurationError(
                 f"monitor={monitor!r} is not allowed; give a function of (replica, name, tensor), as TensorMonitor()."
             )
-        # One monitor at a time: another one takes the place of the first.
-        for handle in self._monitors:
-            handle.remove()
-        self._monitors = []
-        if monitor is None:
-            return
-        for replica in self.replicas:
-            for name, child in replica.module.named_modules():
-                self._monitors.append(child.register_forward_hook(self._monitored(monitor, replica.index, name)))
-
-    def _monitored(
-        self, monitor: Callable[[int, str, torch.Tensor], None], index: int, name: str
-    ) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            # The second forward of a micro-batch gives what the first one gave.
-            for value in tree_leaves(output) if not self._is_again else ():
-                if isinstance(value, torch.Tensor):
-                    monitor(index, name, value)
-
-        return hook
+        self._monitors.exchange(monitor, self.replicas)
 
     def get_params(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Copies of the parameters, and of the buffers, on the CPU, by name.
@@ -580,23 +559,14 @@ class ReplicaGroup:
         Buffers are their mean over the replicas that had rows in the last forward, integer ones those of the first; or
         the module's own, where they were written since.
         """
-        module = self._set.root.module
-        parameters = {name: value.detach().cpu().clone() for name, value in module.named_parameters()}
         root = self._set.root
         replicas = [batch_slice.replica for batch_slice in self._slices]
         # What was written since is on the first replica alone; the others get it before their next
         # forward.
         if not self._outputs or self._left != [version_counter(buffer) for buffer in root.buffers]:
             replicas = [root]
-        columns = zip(*(replica.buffers for replica in replicas), strict=True)
-        buffers = {}
-        for (name, own), column in zip(module.named_buffers(), columns, strict=True):
-            copies = [buffer.detach().cpu() for buffer in column]
-            # A mean of counts, such as the batches that a batch norm has seen, would be no count.
-            buffers[name] = torch.stack(copies).mean(0) if own.is_floating_point() else copies[0].clone()
-        return parameters, buffers
+        return copied_parameters(root.module), mean_buffers(replicas)
 
-    @torch.no_grad()
     def set_params(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, allow_extra: bool = False
     ) -> None:
@@ -606,20 +576,7 @@ class ReplicaGroup:
             ConfigurationError: a name that the module does not have, unless ``allow_extra``; or a value of another
                 shape, or that is no tensor.
         """
-        module = self._set.root.module
-        # A tied weight goes by all of its names, as in a state dict.
-        own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        own.update(module.named_buffers(remove_duplicate=False))
-        values = {**params, **buffers}
-        # All is looked at before the first value is written: an error leaves all as it was.
-        for name, value in values.items():
-            if name in own:
-                check_value(name, value, own[name])
-            elif not allow_extra:
-                raise ConfigurationError(f"The module has no {name!r}; it has {', '.join(own)} (or allow_extra=True).")
-        for name, value in values.items():
-            if name in own:
-                own[name].copy_(value)
+        write_by_name(self._set.root.module, {**params, **buffers}, allow_extra=allow_extra)
         # Only the first replica was written to; the others get the values before
         # their next forward.
         self._set.mark_changed()
