@@ -17,6 +17,7 @@ def copied_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def mean_buffers(replicas: Sequence[Replica]) -> dict[str, torch.Tensor]:
     """The mean of each buffer over replicas, on the CPU, by name; integer ones are those of the first."""
+    # As means, since each replica's statistics are of other rows.
     columns = zip(*(replica.buffers for replica in replicas), strict=True)
     buffers = {}
     for (name, own), column in zip(replicas[0].module.named_buffers(), columns, strict=True):

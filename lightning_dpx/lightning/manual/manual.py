@@ -10,7 +10,7 @@ replicas. The objects themselves know who is asking (see :mod:`lightning_dpx.lig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +29,20 @@ from lightning_dpx.lightning.lightning_compat import lightning_optimizers_of
 from lightning_dpx.lightning.manual.acts_once import Exchanged, held_optimizers, unwrapped_optimizer, viewed
 from lightning_dpx.lightning.manual.backward_calls import backwards_intercepted
 from lightning_dpx.lightning.manual.closures import ClosureRounds, Command, RunClosure, StepDone
+from lightning_dpx.lightning.manual.loss_merger import LossMerger
 from lightning_dpx.lightning.manual.replica_views import ReplicaView, optimizers_checked
+from lightning_dpx.lightning.manual.restarts import Restarts
 from lightning_dpx.lightning.manual.shared_gradients import SharedGradients
-from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot, StepStart
 from lightning_dpx.lightning.precision import DPXPrecision
 from lightning_dpx.replicas import (
     BatchSlice,
-    GeneratorStates,
     Replica,
     ReplicaSet,
     current_rank,
-    weighted_mean,
     weights_of,
 )
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
-from lightning_dpx.torch_compat import pytree
-from lightning_dpx.units import MIB
-
-_MOST_BYTES_NOTED = 64 * MIB  # of gradients that may be copied, so that a step can be begun anew
 
 
 class ManualOptimization:
@@ -69,15 +64,13 @@ class ManualOptimization:
         self.exchanged: Exchanged = Exchanged()
         self.active: list[Replica] = []
         self.views: list[ReplicaView] = []
-        # Of the first step that replicas share: what it needs to be taken again; False once it is over.
-        self._snapshot: StepSnapshot | Literal[False] | None = None
+        self._restarts = Restarts(strategy, replicas, step)
+        self._losses = LossMerger(step, replicas.root.device)
         self._rows = 0.0
         self._rounds: ClosureRounds | None = None
         self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
         self._names = _names_of(replicas)
         self._numbers: dict[int, int] = {}
-        self._start: StepStart | None = None
-        self._has_acted = False  # an optimizer, a scheduler or a hook, in the step that is under way
 
     def follow_replicas(self) -> None:
         """The replicas were made anew: nothing is known of their gradients, which only the owners have."""
@@ -105,10 +98,6 @@ class ManualOptimization:
         """Whether one replica has all rows of the batch, so that its gradients are those of the batch."""
         return len(self.active) == 1 and not self.step.has_processes
 
-    def _taken_snapshot(self) -> StepSnapshot:
-        loop = self.root.trainer.fit_loop.epoch_loop.manual_optimization
-        return StepSnapshot(self.root, [*self._shared_objects(), loop.optim_step_progress], self.replicas.devices)
-
     @contextmanager
     def running(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
         """A manual step of these slices, from before its forward to after its end."""
@@ -124,14 +113,9 @@ class ManualOptimization:
             yield
             self.gradients.end(self.active)
             return
-        # Only of the first shared step, as it copies the parameters and all state.
-        if self._snapshot is None:
-            self._snapshot = self._taken_snapshot()
-        self._has_acted = False
-        self._start = self._noted_start()
-        if self._start is not None:
-            self.gradients.before_adding = self._start.before_adding
         shared = self._shared_objects()
+        self._restarts.begin(shared)
+        self.gradients.before_adding = self._restarts.before_adding
         self._numbers = _numbered(shared)
         # From here on they ask the view of whichever replica calls them.
         self.exchanged.add(shared)
@@ -150,9 +134,7 @@ class ManualOptimization:
             if len(self.active) < len(self.replicas.replicas):
                 # Those without rows did not write what the step wrote by hand.
                 self.replicas.state.parameters.mark_changed()
-            # The first step has shown that replicas can share it, so it need not be undone.
-            self._snapshot = False
-            self._start = None
+            self._restarts.end()
         finally:
             # First of all, as the thread of an optimizer may still use what is restored next.
             self._abandon_rounds()
@@ -160,16 +142,6 @@ class ManualOptimization:
             self.gradients.before_adding = None
             self.views = []
             self._loss = None
-
-    def _noted_start(self) -> StepStart | None:
-        """What a step can be begun anew from; nothing where gradients are large, or a budget would not count them."""
-        owners = self.step.owner_parameters
-        # A gradient is no larger than its parameter, and a sparse one does not tell its bytes.
-        num_bytes = sum(owner.nbytes for owner in owners if owner.grad is not None)
-        if num_bytes > _MOST_BYTES_NOTED or self.strategy.plans_memory:
-            return None
-        states = GeneratorStates(self.replicas.devices, generators=self.replicas.traits.draws.generators)
-        return StepStart(self.root, owners, states)
 
     def _refuse_shared_writes(self) -> None:
         """What a step writes by hand into a parameter that several replicas share was written several times."""
@@ -181,22 +153,17 @@ class ManualOptimization:
 
     def undo_first_step(self) -> bool:
         """Puts everything back as it was before the first step, if that is the one which has just failed."""
-        snapshot = self._snapshot
-        self._snapshot = False
-        if not snapshot:
-            return False
-        snapshot.restore()
-        self._forget_marks()
-        return True
+        was_first = self._restarts.undo_first_step()
+        if was_first:
+            self._forget_marks()
+        return was_first
 
     def begin_anew(self) -> bool:
         """Puts back what slices have changed that do not agree on what to do, if nothing has been done yet."""
-        start = self._start
-        self._start = None
-        if start is None or self._has_acted or self.step.has_processes or not start.restore():
-            return False
-        self._forget_marks()
-        return True
+        begins_anew = self._restarts.begin_anew()
+        if begins_anew:
+            self._forget_marks()
+        return begins_anew
 
     def _forget_marks(self) -> None:
         """After everything was put back: what was noted of parameters and gradients is of values no longer there."""
@@ -260,9 +227,10 @@ class ManualOptimization:
 
     def before_backward(self, losses: Sequence[Any]) -> Tensor | None:
         """Calls the hooks with the loss of the whole batch; the factor by which they scaled it, if they did."""
-        self._has_acted = True
+        self._restarts.note_act()
         present = [index for index, loss in enumerate(losses) if loss is not None]
-        merged = self._merged([losses[index] for index in present], [self.views[index].weight for index in present])
+        weights = [self.views[index].weight for index in present]
+        merged = self._losses.merge([losses[index] for index in present], weights)
         # The hooks get a leaf of their own. What a scaler or hook multiplies it by is the gradient
         # of the result, and every replica scales its loss by that.
         leaf = merged.detach().clone().requires_grad_()
@@ -309,8 +277,8 @@ class ManualOptimization:
     # ---- run once, while all replicas wait ----
 
     def _act(self, act: Callable[[Any], Any], given: Sequence[Any]) -> Any:
-        self._has_acted = True
-        merged = self._merged_arguments(given)
+        self._restarts.note_act()
+        merged = self._losses.merge_arguments(given, [view.weight for view in self.views])
         self._prepare()
         with unshifted():
             result = act(merged)
@@ -320,7 +288,7 @@ class ManualOptimization:
         return result
 
     def _begin(self, take_step: Callable[..., Any], has_closure: Sequence[bool]) -> Command:
-        self._has_acted = True
+        self._restarts.note_act()
         self._prepare()
         marks = self.gradients.marks()
         if any(has_closure):
@@ -340,7 +308,8 @@ class ManualOptimization:
         self._prepare()
         marks = self.gradients.marks()
         with unshifted(), self.exchanged.plain():
-            command = rounds.answer(self._merged_loss(losses))
+            weights = [view.weight for view in self.views]
+            command = rounds.answer(self._losses.merge_of_closures(losses, weights))
         self._settle(marks)
         return self._continued(command)
 
@@ -400,49 +369,6 @@ class ManualOptimization:
         for view in self.views:
             view.refresh()
 
-    def _merged_loss(self, losses: Sequence[Any]) -> Any:
-        pairs = [(loss, view.weight) for loss, view in zip(losses, self.views, strict=True) if loss is not None]
-        if not pairs:
-            return None
-        values = [loss for loss, _ in pairs]
-        # What is no loss cannot be merged; the first replica's stands for all, as for all that
-        # a step rebinds.
-        if not all(_is_number(value) for value in values):
-            return values[0]
-        return self._merged(values, [weight for _, weight in pairs])
-
-    def _merged(self, values: Sequence[Any], weights: Sequence[float]) -> Any:
-        """Losses of slices as one: their mean by weight, their sum where weights are those of a sum."""
-        device = self.replicas.root.device
-        tensors = [value.detach() for value in values if isinstance(value, Tensor)]
-        if len(tensors) < len(values):
-            total = sum(value * weight for value, weight in zip(values, weights, strict=True))
-            if self.step.adds_losses:
-                return total
-            return total / sum(weights)
-        merged = weighted_mean(tensors, weights, device)
-        # Each part of a sum weighs 1, so this is the mean of the parts so far.
-        if self.step.adds_losses and len(weights) > 1:
-            return merged * len(weights)
-        return merged
-
-    def _merged_arguments(self, given: Sequence[Any]) -> Any:
-        """The first replica's, but numbers that differ (losses) are merged as losses are."""
-        flat = [pytree.tree_flatten(one) for one in given]
-        if len({len(leaves) for leaves, _ in flat}) > 1:
-            return given[0]
-        weights = [view.weight for view in self.views]
-        merged = []
-        for column in zip(*(leaves for leaves, _ in flat), strict=True):
-            # Of a scheduler that steps by a metric, say, each slice gives another loss.
-            same = all(one is column[0] for one in column)
-            is_loss = not same and all(_is_number(one) for one in column)
-            if is_loss and len({_as_float(one) for one in column}) > 1:
-                merged.append(self._merged(column, weights))
-            else:
-                merged.append(column[0])
-        return pytree.tree_unflatten(merged, flat[0][1])
-
     def _shared_objects(self) -> list[Any]:
         """Optimizers, schedulers and the scaler of this fit, and the optimizers that the module holds beside them."""
         strategy = self.strategy
@@ -469,14 +395,3 @@ def _numbered(owners: Sequence[Any]) -> dict[int, int]:
         if len(kind) > 1:
             numbers.update((id(one), place) for place, one in enumerate(kind))
     return numbers
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point()
-    # Integers are indices and counts, which are no losses.
-    return type(value) is float
-
-
-def _as_float(value: Any) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
