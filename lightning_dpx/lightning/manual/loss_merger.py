@@ -27,6 +27,7 @@ class LossMerger:
         """Losses of slices as one: their mean by weight, their sum where weights are those of a sum."""
         tensors = [value.detach() for value in values if isinstance(value, Tensor)]
         if len(tensors) < len(values):
+            # A number among tensors, or numbers alone: Python adds them as the step itself would.
             total = sum(value * weight for value, weight in zip(values, weights, strict=True))
             if self._step.adds_losses:
                 return total
@@ -42,6 +43,7 @@ class LossMerger:
         pairs = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if loss is not None]
         if not pairs:
             return None
+        # A slice whose closure gave nothing has no rows that count.
         values = [loss for loss, _ in pairs]
         # What is no loss cannot be merged; the first replica's stands for all, as for all that
         # a step rebinds.

@@ -62,6 +62,7 @@ def with_copied_optimizers(
     for one in held:
         if isinstance(one, LightningOptimizer):
             counterparts[id(one)] = wrap_optimizer(counterparts[id(unwrapped_optimizer(one))], strategy)
+    # Only now: a scheduler among the attributes would have led deepcopy to the original.
     for child in children:
         _exchange(vars(child), counterparts)
     # A scaler in the wrapped plugin changes its scale in every step.
@@ -128,6 +129,7 @@ def copy_optimizers(
             if key != "step":
                 # Hooks may be bound to anything, and to copy that would copy it along.
                 vars(duplicate)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
+        # Deepcopy leaves state where it was; a parameter of the memo may be on another device.
         _follow_parameters(duplicate, optimizer)
     return copied, copy.deepcopy(list(schedulers), memo)
 

@@ -114,6 +114,7 @@ class Sandbox:
         # Before anything is exchanged below, so that their restoring puts it all back.
         attributes = [Attributes(owner) for owner in (trainer, precision) if owner is not None]
         holder = _holder_of_results(trainer)
+        # Shadows run in this process, whose flags the run has, too.
         flags = _Flags()
         results = None if holder is None else holder._results
         self.real_module.put_gradients_aside()
