@@ -62,7 +62,7 @@ def with_copied_optimizers(
     for one in held:
         if isinstance(one, LightningOptimizer):
             counterparts[id(one)] = wrap_optimizer(counterparts[id(unwrapped_optimizer(one))], strategy)
-    # Only now: a scheduler among the attributes would have led deepcopy to the original.
+    # From here on what the shadow holds steps parameters of the shadow.
     for child in children:
         _exchange(vars(child), counterparts)
     # A scaler in the wrapped plugin changes its scale in every step.
