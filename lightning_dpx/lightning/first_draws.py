@@ -10,6 +10,7 @@ have drawn meanwhile. When the step runs again it is seen whether it draws.
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
+from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.replicas import BatchSlice, MergeRules, SeenGenerators, ThreadDraws
 from lightning_dpx.torch_compat import version_counter
 
@@ -95,9 +97,14 @@ class FirstDraws:
         # Not announced yet: it may be another thread that has drawn.
         whole_batches = self._session.whole_batches
         whole_batches.keep_next_whole(self._name)
-        with ThreadDraws() as own:
+        own = ThreadDraws()
+        # In a dispatch mode compiled code would run as it was written, and draw other numbers.
+        is_compiled = bool(compiled_names(self._session.module))
+        with nullcontext() if is_compiled else own:
             outputs = run()
-        if own.seen or self._watch.has_drawn_outside_torch(self._before):
+        # Draws of Python and NumPy, as those of compiled code, show in the states alone.
+        by_states = self._watch.has_drawn if is_compiled else self._watch.has_drawn_outside_torch
+        if own.seen or by_states(self._before):
             whole_batches.announce_batch(self._name, REASON, "", REASON)
             self._rules.news.is_pending = True
             return outputs

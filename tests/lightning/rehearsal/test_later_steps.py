@@ -446,6 +446,36 @@ def test_draws_of_another_thread_are_not_taken_for_those_of_the_step(
     assert caplog.text.count("another thread draws random numbers while steps run") == 1
 
 
+class DropsLater(Model):
+    """Drops in its second epoch, in compiled code, which tells how many rows it had."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__()
+        self.drop = torch.compile(nn.Dropout(0.5), backend=partial(told_rows, rows))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.current_epoch and batch_idx == 1:
+            return self.loss((self.drop(batch[0]), batch[1]))
+        return self.loss(batch)
+
+
+def told_rows(rows: list[int], graph: Any, _: Any) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        rows.append(max(len(value) for value in inputs if isinstance(value, torch.Tensor) and value.dim() == 2))
+        return graph(*inputs)
+
+    return run
+
+
+def test_a_step_that_draws_in_compiled_code_runs_again_compiled() -> None:
+    rows: list[int] = []
+    loader = make_loader(9 * ROWS, ROWS)
+    ours, said = fitted(partial(DropsLater, rows), 2, loader, execution="inline")
+    assert "It draws random numbers in this batch, and drew none when it was checked." in said
+    assert rows[:3] == [7, 6, ROWS]
+    assert ours == fitted(partial(DropsLater, []), loader=loader)[0]
+
+
 class ScalesInPlace(Model):
     """Scales its batch in place, once and at random: to run it again would be to scale it twice."""
 
