@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.own_attributes import is_made_from_state, own_attributes
+from lightning_dpx.python_objects.own_attributes import is_made_from_state, own_attributes, reduced_unchanged
 from tests.conftest import Classifier, assert_equal, run, strategy_in
 
 
@@ -68,3 +68,22 @@ class Calls(Classifier):
 @pytest.mark.parametrize("execution", ["inline", "threads"])
 def test_a_module_that_uses_one_trains_as_on_one_device(execution: str) -> None:
     assert_equal(run(Calls(), strategy=strategy_in(execution, verify="warn"), devices=2), run(Calls()))
+
+
+def test_what_a_state_drops_from_the_object_itself_is_put_back() -> None:
+    class Drops:
+        def __init__(self) -> None:
+            self.cache: dict[str, int] | None = {"a": 1}
+            self.size = 3
+
+        def __getstate__(self) -> dict[str, Any]:
+            del self.cache
+            self.extra = 1
+            return vars(self)
+
+    value = Drops()
+    cache = value.cache
+    assert reduced_unchanged(value)[2] == {"size": 3, "extra": 1}
+    assert vars(value) == {"cache": {"a": 1}, "size": 3}
+    assert value.cache is cache
+    assert reduced_unchanged(3)[1] == (int, 3), "an object without attributes is as it is"

@@ -7,7 +7,7 @@ import copyreg
 import types
 from typing import Any
 
-from lightning_dpx.python_objects.own_attributes import is_made_from_state
+from lightning_dpx.python_objects.own_attributes import is_made_from_state, reduced_unchanged
 
 
 def is_copied_by_state(value: Any) -> bool:
@@ -15,7 +15,7 @@ def is_copied_by_state(value: Any) -> bool:
     kind = type(value)
     if hasattr(kind, "__deepcopy__") or kind in copyreg.dispatch_table or isinstance(value, type | types.FunctionType):
         return False
-    return is_made_from_state(kind, value.__reduce_ex__(4))
+    return is_made_from_state(kind, reduced_unchanged(value))
 
 
 def empty(kind: Any) -> Any:

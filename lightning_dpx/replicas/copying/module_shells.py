@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dpx.python_objects.own_attributes import is_made_from_state
+from lightning_dpx.python_objects.own_attributes import is_made_from_state, reduced_unchanged
 from lightning_dpx.replicas.copying.empty_copies import empty
 from lightning_dpx.replicas.copying.shared_objects import Memo, modules_without
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of, submodules_of
@@ -80,8 +80,7 @@ def _state_of(child: nn.Module) -> Any:
     # A compiled module would be copied by its constructor, which forgets its hooks.
     if isinstance(child, OptimizedModule):
         return child.__getstate__()  # type: ignore[no-untyped-call]
-    reduced: Any = child.__reduce_ex__(4)  # as copy.deepcopy does
-    return reduced[2]
+    return reduced_unchanged(child)[2]
 
 
 def _copied_state(state: Any, memo: Memo) -> Any:
@@ -104,4 +103,4 @@ def can_be_a_shell(child: nn.Module) -> bool:
         return True
     if hasattr(kind, "__deepcopy__"):
         return False
-    return is_made_from_state(kind, child.__reduce_ex__(4))
+    return is_made_from_state(kind, reduced_unchanged(child))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.python_objects.object_graph import ObjectGraph
+from lightning_dpx.python_objects.own_attributes import reduced_unchanged
 from lightning_dpx.replicas.copying.empty_copies import empty, is_copied_by_state, set_state
 from lightning_dpx.replicas.copying.shared_objects import Memo
 
@@ -45,7 +46,7 @@ def copy_references(memo: Memo, references: Sequence[Any], held: Mapping[int, An
         if is_copied_by_state(referent):
             kind: Any = type(referent)
             memo[id(referent)] = empty(kind)
-            shells.append((memo[id(referent)], referent.__reduce_ex__(4)[2]))
+            shells.append((memo[id(referent)], reduced_unchanged(referent)[2]))
         else:
             others.append(referent)
     _copy_known_references(memo, references)

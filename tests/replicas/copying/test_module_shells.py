@@ -102,3 +102,27 @@ def test_a_module_takes_its_state_after_its_parts() -> None:
     _, twin = replicate(module, [CPU, CPU])
     assert twin.module[0].names == ["", "shared", "parts", "parts.0", "parts.1"]
     assert twin.module[2] is twin.module[0].parts[0][0]
+
+
+class ForgetsWhenCopied(nn.Module):
+    """What cannot be pickled is dropped by ``__getstate__``: from the module itself, as guides of models have it."""
+
+    def __init__(self, *, from_a_copy: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.known = ("what it was made of",)
+        self.from_a_copy = from_a_copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.known = None
+        return dict(vars(self)) if self.from_a_copy else vars(self)
+
+
+@pytest.mark.parametrize("from_a_copy", [True, False])
+def test_a_module_that_forgets_something_as_it_is_copied_has_it_afterwards(from_a_copy: bool) -> None:
+    module = ForgetsWhenCopied(from_a_copy=from_a_copy)
+    known = module.known
+    _, twin = replicate(module, [CPU, CPU])
+    make_shadow_module(twin)
+    assert module.known is known
+    assert twin.module.known is None, "a copy is what the class makes of it"
