@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.python_objects.object_graph import MUTABLE
 from lightning_dpx.python_objects.own_attributes import own_attributes
+from lightning_dpx.replicas.hidden_modules import HiddenModules
+from lightning_dpx.torch_compat import submodules_of
 
 Translate = Callable[[Any], Any]
 Attribute = tuple[int, str]  # a submodule's place, and the name of the attribute
@@ -27,8 +30,16 @@ Attribute = tuple[int, str]  # a submodule's place, and the name of the attribut
 _WITHOUT_STATE = (type, nn.Module, torch.Tensor, FunctionType, MethodType, ModuleType, functools.partial)
 
 
-def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
-    """All containers, and objects with attributes, that ``copied`` has in the place of those that ``source`` has."""
+def mirrored_pairs(
+    source: Any, copied: Any, is_hidden: Callable[[nn.Module], bool] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """All containers, and objects with attributes, that ``copied`` has in the place of those that ``source`` has.
+
+    Args:
+        source: The root's value.
+        copied: An equal one.
+        is_hidden: Which modules are looked into, and are among the pairs; none unless given.
+    """
     waiting = [(source, copied)]
     seen: set[int] = set()
     while waiting:
@@ -41,6 +52,10 @@ def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
             waiting.extend(zip(mine, other, strict=False))
         elif isinstance(mine, dict):
             waiting.extend((mine[key], other[key]) for key in mine if key in other)
+        elif isinstance(mine, nn.Module):
+            if is_hidden is None or not is_hidden(mine):
+                continue
+            waiting.extend(_inside(mine, other))
         elif not isinstance(mine, set):
             if not has_attributes(mine):
                 continue
@@ -49,6 +64,15 @@ def mirrored_pairs(source: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
         # A tuple is looked through, but never changes by itself.
         if not isinstance(mine, tuple):
             yield mine, other
+
+
+def _inside(mine: nn.Module, other: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The submodules of a hidden module, and what its own attributes hold, beside those of its copy."""
+    theirs = {**vars(other), **submodules_of(other)}
+    for name, value in {**vars(mine), **submodules_of(mine)}.items():
+        # What torch keeps on every module is no container of the user's.
+        if name not in OF_EVERY_MODULE and name in theirs:
+            yield value, theirs[name]
 
 
 def has_attributes(value: Any) -> bool:
@@ -297,15 +321,20 @@ class SetMirror(Mirror):
 
 
 class Mirrors:
-    """All mirrored containers of a module, each with the attribute that leads to it: a submodule's place and a name."""
+    """All mirrored containers of a module, each with the attribute that leads to it: a submodule's place and a name.
 
-    def __init__(self) -> None:
+    Args:
+        hidden: Looks after modules in them; those of none unless given.
+    """
+
+    def __init__(self, hidden: HiddenModules | None = None) -> None:
+        self._hidden = HiddenModules() if hidden is None else hidden
         self._mirrors: dict[int, Mirror] = {}  # by the id of the root's container, which its mirror holds
         self._attribute_of: dict[int, Attribute] = {}
         self._of_attribute: dict[Attribute, set[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._mirrors)
+        return len(self._mirrors) + len(self._hidden)
 
     def pair(self, attribute: Attribute, replica: int, source: Any, copied: Any) -> bool:
         """The containers in ``copied`` mirror those in ``source`` from here on; says whether there are any.
@@ -317,8 +346,11 @@ class Mirrors:
             copied: An equal one.
         """
         found = False
-        for mine, theirs in mirrored_pairs(source, copied):
+        for mine, theirs in mirrored_pairs(source, copied, self._hidden.is_hidden):
             found = True
+            if isinstance(mine, nn.Module):
+                self._hidden.add(attribute, replica, mine, theirs)
+                continue
             place = id(mine)
             # Two attributes may hold one container; its mirror is that of the last to pair it.
             self._attribute_of[place] = attribute
@@ -330,7 +362,7 @@ class Mirrors:
 
     def forget(self, attribute: Attribute) -> bool:
         """The attribute holds something else now; says whether it had mirrors."""
-        found = False
+        found = self._hidden.forget(attribute)
         for place in self._of_attribute.pop(attribute, ()):
             if self._attribute_of.get(place) == attribute:
                 found = True
@@ -343,19 +375,21 @@ class Mirrors:
         for mirror in self._mirrors.values():
             if replica in mirror.copies:
                 yield mirror.source, mirror.copies[replica]
+        yield from self._hidden.pairs(replica)
 
     def sync(self, replica: int, translate: Translate) -> None:
         """Before a step: what was done to the root's containers is done to those of a replica."""
         for mirror in list(self._mirrors.values()):
             if replica in mirror.copies:
                 mirror.sync(replica, translate)
+        self._hidden.sync(replica, translate)
 
     def note(self) -> list[Attribute]:
         """After all replicas had :meth:`sync`: attributes whose containers got or lost others since they were paired.
 
         Those are to be copied and paired anew.
         """
-        restructured: dict[Attribute, None] = {}
+        restructured: dict[Attribute, None] = dict.fromkeys(self._hidden.note())
         for place, mirror in self._mirrors.items():
             mirror.note()
             if mirror.exchanged_containers:

@@ -23,6 +23,7 @@ from lightning_dpx.errors import GatherError, ReplicationError, WholeBatchError
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.replicas.copied_attributes import CopiedAttributes
 from lightning_dpx.replicas.counterparts import Counterparts
+from lightning_dpx.replicas.hidden_modules import HiddenModules
 from lightning_dpx.replicas.hook_copies import HookCopies
 from lightning_dpx.replicas.mirrors import Mirrors
 from lightning_dpx.replicas.parameter_attributes import ParameterAttributes
@@ -62,7 +63,7 @@ class PythonState:
         # Parameters, buffers, submodules and hooks have ways of their own.
         private |= OF_EVERY_MODULE
         self._looked_after = _LookedAfter(skip, list(keep))
-        self._counterparts = Counterparts(self._root, Mirrors(), keep)
+        self._counterparts = Counterparts(self._root, Mirrors(HiddenModules(self._root, skip)), keep)
         # On one device the other replicas can use tensors as they are.
         several_devices = any(replica.device != self._root.device for replica in self._others)
         self._containers = SharedContainers(
@@ -179,7 +180,10 @@ class PythonState:
             self._counterparts.mirrors.sync(replica.index, partial(self._counterparts.there, replica, lazily=True))
         # A mirror has the containers that it was made with. Where the user's got others, the whole
         # attribute is copied and paired anew, once for each attribute.
-        for index, key in self._counterparts.mirrors.note():
+        outdated = self._counterparts.mirrors.note()
+        if outdated:
+            self._counterparts.forget()  # which knows what they held
+        for index, key in outdated:
             value = vars(self._modules[0][index]).get(key, _MISSING)
             if value is not _MISSING:
                 self._send(index, key, value)

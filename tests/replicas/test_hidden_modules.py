@@ -1,0 +1,153 @@
+"""What hooks do to a module in a list reaches the replicas' copies of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.replicas.hidden_modules import HiddenModules
+from lightning_dpx.replicas.replica import Replica
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, strategy_in
+
+CPU = torch.device("cpu")
+
+
+def move(teacher: nn.Sequential, module: Any) -> None:
+    teacher.to(module.device)
+
+
+def set_attribute(teacher: nn.Sequential, module: Any) -> None:
+    teacher[2].negative_slope = 0.5 + module.current_epoch
+
+
+def change_mode(teacher: nn.Sequential, module: Any) -> None:
+    teacher[1].weight.data.fill_(0.5)
+    teacher[4].train(module.current_epoch == 0)
+
+
+def rebind_buffer(teacher: nn.Sequential, module: Any) -> None:
+    teacher[1].running_mean = teacher[1].running_mean + 1
+
+
+def exchange_parameter(teacher: nn.Sequential, module: Any) -> None:
+    teacher[0].weight = nn.Parameter(teacher[0].weight.detach() * 2)
+
+
+def exchange_part(teacher: nn.Sequential, module: Any) -> None:
+    teacher[2] = nn.Tanh()
+
+
+def add_hook(teacher: nn.Sequential, module: Any) -> None:
+    teacher[2].register_forward_hook(lambda part, args, output: output * (1 + part.negative_slope))
+
+
+def append_to_a_list_inside(teacher: nn.Sequential, module: Any) -> None:
+    teacher[3].factors.append(2.0)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum(self.factors)
+
+
+class Doubles(nn.Module):
+    """Another thing in training mode than in an evaluation, and the same for every row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if self.training else x
+
+
+def make_teacher() -> nn.Sequential:
+    parts = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), Scales(), Doubles(), nn.Linear(8, 3)]
+    return nn.Sequential(*parts).eval()
+
+
+class Learns(Classifier):
+    """From a teacher that is no submodule; a hook sees to it at the beginning of every epoch."""
+
+    def __init__(self, change: Callable[[nn.Sequential, Any], None]) -> None:
+        super().__init__()
+        self.teacher = [make_teacher()]
+        self.change = change
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher[0].to(self.device)
+        self.change(self.teacher[0], self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher[0](batch[0])
+        return (self.net(batch[0]) - wanted).square().mean()
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize(
+    "change",
+    [
+        move,
+        set_attribute,
+        change_mode,
+        rebind_buffer,
+        exchange_parameter,
+        exchange_part,
+        add_hook,
+        append_to_a_list_inside,
+    ],
+)
+def test_a_teacher_in_a_list_is_what_hooks_make_of_it(change: Any, execution: str) -> None:
+    weights = []
+    for options in ({}, {"strategy": strategy_in(execution), "devices": 2}):
+        torch.manual_seed(0)
+        model = Learns(change)
+        make_trainer(**options).fit(model, make_loader(), make_loader(16))
+        weights.append(dict(model.state_dict()))
+    assert_equal(weights[1], weights[0])
+
+
+def hidden_pair() -> tuple[HiddenModules, nn.Sequential, nn.Sequential]:
+    hidden = HiddenModules(Replica(0, CPU, nn.Linear(1, 1)))
+    mine, theirs = make_teacher(), make_teacher()
+    for part, other in zip(mine.modules(), theirs.modules(), strict=True):
+        hidden.add((0, "teacher"), 1, part, other)
+    return hidden, mine, theirs
+
+
+def test_only_modules_that_are_no_submodules_are_hidden() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    hidden = HiddenModules(Replica(0, CPU, module), (nn.ReLU,))
+    assert not hidden.is_hidden(module[0])
+    assert not hidden.is_hidden(nn.ReLU()), "others look after it"
+    assert hidden.is_hidden(nn.Tanh())
+    assert not HiddenModules().is_hidden(nn.Tanh())
+
+
+def test_attributes_are_sent_and_what_is_exchanged_is_named_once() -> None:
+    hidden, mine, theirs = hidden_pair()
+    hidden.sync(1, lambda value: value)
+    assert hidden.note() == []
+    mine[2].negative_slope = 0.7
+    del mine[3].factors
+    hidden.sync(1, lambda value: value)
+    assert theirs[2].negative_slope == 0.7
+    assert not hasattr(theirs[3], "factors")
+    assert hidden.note() == []
+    exchange_parameter(mine, None)
+    assert hidden.note() == [(0, "teacher")]
+    assert mine[0] not in dict(hidden.pairs(1)), "its copy is outdated"
+    assert dict(hidden.pairs(1))[mine[1]] is theirs[1]
+
+
+def test_a_module_to_which_two_attributes_lead_is_forgotten_with_the_second() -> None:
+    hidden, mine, theirs = hidden_pair()
+    hidden.add((0, "twin"), 1, mine, theirs)
+    assert hidden.forget((0, "teacher"))
+    assert list(hidden.pairs(1)) == [(mine, theirs)]
+    assert not hidden.forget((0, "teacher"))
+    assert hidden.forget((0, "twin"))
+    assert len(hidden) == 0
