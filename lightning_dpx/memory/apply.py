@@ -52,7 +52,8 @@ class AppliedPlan:
     Attributes:
         plan: As given.
         calls: What forwards call together of the modules whose calls are counted, see :meth:`count_calls`.
-        values: What drops values and computes them again; ``None`` where the plan drops none and is not watched.
+        values: What drops values and computes them again, and tells of steps that exceed the budget; ``None`` where
+            there is nothing to drop and nothing to tell.
     """
 
     def __init__(self, module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> None:
@@ -82,8 +83,12 @@ class AppliedPlan:
             # Who watches is to see what no plan knows.
             alike = () if watches else twins_of_calls(module, plan.replayed, {d.module for d in plan.decisions})
             self._replays = Replays(module, plan.replayed, alike)
-        if plan.dropped or watches:
+        # A plan that drops nothing has a budget all the same, which steps may exceed that do more.
+        if plan.dropped or watches or (plan.keeps_all and plan.budget is not None):
             self.values = hooks_for_values(module, plan, watches=watches)
+            if not (plan.dropped or watches or self.values.can_tell):
+                self.values.remove()
+                self.values = None
         self.calls: CallCounts = CallCounts()
         if not self._has_nothing_to_do:
             # The root's own hooks: first of all, so that what other hooks save follows the plan as

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.memory.execute.call_bytes import CallBytes
 from lightning_dpx.memory.execute.calls import repeating
 from lightning_dpx.memory.execute.graph_tape import ReachedValues
+from lightning_dpx.memory.execute.largest_inputs import LargestInputs
 from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
@@ -39,6 +41,7 @@ class _Patience:
 
     Attributes:
         num_losses: Forwards so far that did not follow the routine that they began with.
+        follows_growth: Whether larger steps are looked for; who watches plans for larger batches.
     """
 
     def __init__(self, watched: int, planned: Collection[str]) -> None:
@@ -47,16 +50,26 @@ class _Patience:
         self._watched = watched
         self._left = watched
         self._num_forwards = 0
-        self._follows_growth = watched == 1  # who watches plans for larger batches
+        self.follows_growth: bool = watched == 1
 
     def begin(self) -> bool:
         """Whether the forward that begins is to be followed."""
         self._num_forwards += 1
-        # What is kept outside of the stretches may have grown without a sign of it.
-        is_due = self._num_forwards >= _LOOKED_AT_AGAIN and is_power_of_two(self._num_forwards)
-        if self._follows_growth and is_due:
+        if self._is_looked_at(self._num_forwards):
             self._left = max(self._left, 1)
         return self._left > 0
+
+    def passes(self) -> bool:
+        """Whether the forward that begins need not even be counted among those with hooks."""
+        # The second one shows whether the first still waits for its backward.
+        if self._left > 0 or self._num_forwards < 2 or self._is_looked_at(self._num_forwards + 1):
+            return False
+        self._num_forwards += 1
+        return True
+
+    def _is_looked_at(self, number: int) -> bool:
+        # What is kept outside of the stretches may have grown without a sign of it.
+        return self.follows_growth and number >= _LOOKED_AT_AGAIN and is_power_of_two(number)
 
     def spend(self, met: Collection[str]) -> None:
         """A forward was followed, and may be relied on; it has saved or called what is named in ``met``."""
@@ -74,7 +87,7 @@ class _Patience:
         """A forward is over, which may have lost its routine or met larger tensors."""
         # Each loss doubles the forwards that are followed, so that steps of a changing
         # structure end up being followed nearly always.
-        if changed or (grew and self._follows_growth):
+        if changed or (grew and self.follows_growth):
             self.num_losses += 1
             self._left = max(self._watched, min(2**self.num_losses, _MOST_PATIENCE))
 
@@ -109,6 +122,7 @@ class Practised(Rematerialization):
         self._learnt: Routine | None = None
         self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
         self._patience = _Patience(watched, {*self.actions.dropped, *_siblings_of(self.actions.dropped, names.parts)})
+        self._drops = bool(self.actions.dropped or self.actions.compressed or self.actions.offloaded)
         self._runs_backwards = False  # within a forward: what is saved there depends on what is unpacked for
         # Several threads may run forwards of the module at the same time.
         self._guard = threading.Lock()
@@ -116,6 +130,9 @@ class Practised(Rematerialization):
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
         self._sizes = SavedSizes()
+        self._inputs = LargestInputs()
+        self._call_bytes = CallBytes()
+        self._peak_by_calls = 0  # of the last forward, where it kept to the routine
 
     @property
     def num_losses(self) -> int:
@@ -133,10 +150,32 @@ class Practised(Rematerialization):
         return self._runs_backwards
 
     @contextmanager
+    def active(self, inputs: Any = (), *, counts_waiting: bool = False) -> Iterator[None]:
+        """As it says there; larger inputs are followed as the first ones were."""
+        # What is kept outside of the stretches grows without a sign of it, and so do steps that drop nothing.
+        if self._patience.follows_growth and self._inputs.have_grown(inputs):
+            with self._guard:
+                self._patience.begin_anew()
+        # Even contexts that do nothing take as long as a small layer.
+        if self._has_nothing_to_do and self._patience.passes():
+            yield
+            return
+        with super().active(inputs, counts_waiting=counts_waiting):
+            yield
+
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        """Whether forwards only have to be looked at now and then."""
+        if self._drops or self._learnt is None or not self._patience.follows_growth:
+            return False
+        return not (_paths_of(self._learnt) or self._call_bytes.varying)
+
+    @contextmanager
     def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
         """Around a forward."""
         forward = self._begun(pack, wrap)
         self._current.forward = forward
+        self._peak_by_calls = 0
         operands = forward.operands if isinstance(forward, FollowedForward) else nullcontext()
         try:
             if isinstance(forward, FollowedForward):
@@ -153,6 +192,9 @@ class Practised(Rematerialization):
                     forward.off()
             if isinstance(forward, FollowedForward):
                 self._learn(forward)
+                self._note_bytes(forward)
+            else:
+                self._look_at_calls(forward)
         finally:
             self._current.forward = None
             if isinstance(forward, RoutineForward):
@@ -163,14 +205,17 @@ class Practised(Rematerialization):
 
     def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> FollowedForward | RoutineForward:
         with self._guard:
-            is_followed = self._patience.begin() or self._runs_backwards
+            # What a step without recipes unpacks changes nothing.
+            is_followed = self._patience.begin() or (self._runs_backwards and self._drops)
             routine = None if is_followed else self._learnt
             if (routine is None) == self.is_routine and not self._running:  # others may need the hooks as they are
                 self._routine = routine
                 self._set_hooks()
             self._running += 1
             if self._routine is not None:
-                return RoutineForward(pack, self.unpack, self.names, self._routine, self._sizes)
+                # An entry tells a routine where it is; of these calls only the number matters.
+                counted = self._call_bytes.varying - _paths_of(self._routine)
+                return RoutineForward(pack, self.unpack, self.names, self._routine, self._sizes, counted)
         return FollowedForward(pack, wrap, self.unpack, self._sizes)
 
     def _set_hooks(self) -> None:
@@ -184,7 +229,7 @@ class Practised(Rematerialization):
             self.names.install()
             return
         self.names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
-        paths = {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
+        paths = _paths_of(routine) | self._call_bytes.varying
         for path in sorted(paths & self.names.parts.keys()):
             enter = _Enter(self, path)
             self._handles.append(self.names.parts[path].register_forward_pre_hook(enter, prepend=True))
@@ -203,6 +248,35 @@ class Practised(Rematerialization):
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
                 saved = {event.name for event in forward.events if isinstance(event, Saved)}
                 self._patience.spend(saved.union(forward.calls))
+
+    def _note_bytes(self, forward: FollowedForward) -> None:
+        """Learns what calls keep, from all that this forward has saved."""
+        # Who watches asks for all that is unknown, and plans for that.
+        if not self._patience.follows_growth or self.twins is None:
+            return
+        kept = list[tuple[str, int]]()
+        for value in self.known.present():
+            if value.tensor is not None and self.twins.is_of_step(value):
+                kept.append((value.name.rpartition(":")[0].partition("#")[0], value.tensor.nbytes))
+        with self._guard:
+            self._call_bytes.note(forward.calls, kept)
+
+    def _look_at_calls(self, forward: RoutineForward) -> None:
+        """Whether this forward has called more together than the budget is for."""
+        # Where all forwards have called the same, this one has, too, or has lost its routine.
+        if not self._call_bytes.varying or self.twins is None:
+            return
+        peak = self.twins.peak_of_calls(self._call_bytes.kept_by(forward.calls))
+        # Which call keeps a value depends on which of them comes first.
+        if self.twins.exceeds(peak, surely=True):
+            self._peak_by_calls = peak
+        elif self.twins.exceeds(peak, surely=False):
+            with self._guard:
+                self._patience.begin_anew()
+
+    def peak_of_other_step(self) -> int:
+        """Also of a forward that keeps to the routine, but calls more together than others did."""
+        return max(super().peak_of_other_step(), self._peak_by_calls)
 
     def _uncalled(self, forward: FollowedForward) -> set[Entered]:
         """First calls of modules that this forward has not called: nothing is known of what is saved in them."""
@@ -284,6 +358,11 @@ class Practised(Rematerialization):
         self.names.remove()
         for handle in self._handles:
             handle.remove()
+
+
+def _paths_of(routine: Routine) -> set[str]:
+    """The modules that ``routine`` has hooks on."""
+    return {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
 
 
 def _siblings_of(dropped: Collection[str], parts: Mapping[str, nn.Module]) -> set[str]:

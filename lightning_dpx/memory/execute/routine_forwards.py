@@ -5,7 +5,7 @@ A :class:`FollowedForward` sees every module call and every saved tensor, and no
 tensor of it that matters; what it did not expect ends the routine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -138,7 +138,19 @@ class FollowedForward(_Forward):
 
 
 class RoutineForward(_Forward):
-    """A forward that follows a routine, with hooks where that has something to drop."""
+    """A forward that follows a routine, with hooks where that has something to drop.
+
+    Args:
+        pack: The hook.
+        unpack: Its counterpart.
+        names: Tells which module call is running.
+        routine: Which.
+        sizes: Of what was dropped so far.
+        counted: Modules whose calls are counted, and with which no stretch begins.
+
+    Attributes:
+        calls: How often the modules with hooks were called.
+    """
 
     def __init__(
         self,
@@ -147,12 +159,14 @@ class RoutineForward(_Forward):
         names: CallNames,
         routine: Routine,
         sizes: "SavedSizes",
+        counted: Collection[str] = (),
     ) -> None:
         super().__init__(pack, _as_it_is, unpack)
         self._sizes = sizes
         self._names = names
         self._routine = routine
-        self._calls: dict[str, int] = {}
+        self._counted = counted
+        self.calls: dict[str, int] = {}
         self._entries: tuple[Saved | None, ...] = ()
         self._at = 0
         self._operands = UntrackedInputs()
@@ -170,9 +184,9 @@ class RoutineForward(_Forward):
 
     def enter(self, path: str) -> None:
         """A module with a hook is called."""
-        number = self._calls.get(path, 0)
-        self._calls[path] = number + 1
-        if self.changed:
+        number = self.calls.get(path, 0)
+        self.calls[path] = number + 1
+        if self.changed or path in self._counted:
             return
         call = Entered(path, number)
         routine = self._routine

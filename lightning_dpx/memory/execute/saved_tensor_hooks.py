@@ -151,6 +151,11 @@ class Rematerialization(GraphTape):
             self._decide_uncached()
 
     @property
+    def can_tell(self) -> bool:
+        """Whether steps are noticed that are other ones than the planned one."""
+        return self.twins is not None
+
+    @property
     def waiting(self) -> float:
         """How many forwards wait for their backward beside the last one; part of one counts as such."""
         return self._forward.waiting

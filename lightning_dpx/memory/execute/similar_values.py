@@ -151,9 +151,26 @@ class Twins:
             elif peak <= enough:
                 peak = max(peak, kept + bytes_to_make(value, enough - kept))
         # Gradients, and what operators take inside themselves, grow with the tensors.
-        planned = max((entry.num_bytes for entry in self._decided.values()), default=0)
-        passing = 0 if self._room.peak is None else self._room.peak - self._room.kept
-        return max(peak, kept + passing * max(largest, planned) // max(planned, 1))
+        planned = self._largest
+        return max(peak, kept + self._passing * max(largest, planned) // max(planned, 1))
+
+    def peak_of_calls(self, kept: int) -> int:
+        """The most bytes of a step whose calls keep so many; about."""
+        return kept + self._passing
+
+    def exceeds(self, peak: int, *, surely: bool) -> bool:
+        """Whether a step with that peak takes more than the budget; ``surely``, even if it is off by a value."""
+        return self._room.budget is not None and peak - surely * self._largest > self._room.budget
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the largest value of the plan."""
+        return max((entry.num_bytes for entry in self._decided.values()), default=0)
+
+    @property
+    def _passing(self) -> int:
+        """What the planned step has at a time, beside what it keeps."""
+        return 0 if self._room.peak is None else self._room.peak - self._room.kept
 
     def _twins_of(self, name: str, operator: str) -> Collection[str]:
         if not self._twins:

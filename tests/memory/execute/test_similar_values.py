@@ -197,3 +197,28 @@ def two_forwards(module: nn.Module, x: Tensor) -> list[Tensor | None]:
     loss = (module(x) * module(0.5 * x)).mean()
     loss.backward()
     return [loss.detach(), *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6])
+def test_layers_that_were_called_in_turns_are_told_of_when_all_are_called_together(budget: float) -> None:
+    """Also with a plan that drops nothing, and where each of them is nothing new."""
+    module, plain, x, plan = make([ROWS, ROWS, ROWS, 0, 0, 0], budget)
+    assert plan.keeps_all == (budget == 1.0)
+    dpx.apply_plan(module, plan)
+    for number in range(10):
+        module.rows = plain.rows = [ROWS, ROWS, ROWS, 0, 0, 0] if number % 2 else [0, 0, 0, ROWS, ROWS, ROWS]
+        assert same(step(module, x), step(plain, x))
+    module.rows = plain.rows = [ROWS] * 6
+    with pytest.warns(UserWarning, match=TOLD):
+        assert are_the_same_steps(2, module, plain, x)
+
+
+def test_a_plan_that_drops_nothing_tells_of_more_rows_whenever_they_come() -> None:
+    module, plain, x, plan = make([ROWS] * 6, 1.0)
+    assert plan.keeps_all
+    dpx.apply_plan(module, plan)
+    for rows in (ROWS, ROWS // 2, ROWS, ROWS // 4, ROWS):
+        assert same(step(module, x[:rows]), step(plain, x[:rows]))
+    module.rows = plain.rows = [2 * ROWS] * 6
+    with pytest.warns(UserWarning, match=TOLD):
+        assert same(step(module, x.repeat(2, 1)), step(plain, x.repeat(2, 1)))

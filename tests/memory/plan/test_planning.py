@@ -394,6 +394,7 @@ def test_writing_into_a_kept_value_is_noticed() -> None:
     module, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
     applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=1.0))
     assert not applied.plan.dropped
+    module(x)  # is followed tensor by tensor; from then on autograd looks at all by itself
     hidden: list[Tensor] = []
     module[1].register_forward_hook(lambda _module, _inputs, output: hidden.append(output))
     loss = module(x).sum()

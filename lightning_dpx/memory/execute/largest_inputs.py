@@ -1,0 +1,34 @@
+"""Whether what a forward takes is larger than it was before: then what it keeps may have grown as well."""
+
+from typing import Any
+
+import torch
+
+from lightning_dpx.torch_compat import tree_leaves
+
+
+class LargestInputs:
+    """The largest inputs so far."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._last: list[Any] = []
+        self._sizes: dict[tuple[int, int], int] = {}  # by number of the tensor, and dim
+
+    def have_grown(self, inputs: Any) -> bool:
+        """Whether ``inputs`` are larger than all before, together or in a dim of one of them."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes == self._last:  # as in most steps
+            return False
+        self._last = shapes
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        grew = num_bytes > self._bytes
+        self._bytes = max(num_bytes, self._bytes)
+        # Few long rows may take more than many short ones: attention grows with the square of its length.
+        for number, tensor in enumerate(tensors):
+            for dim, size in enumerate(tensor.shape):
+                if size > self._sizes.get((number, dim), 0):
+                    self._sizes[number, dim] = size
+                    grew = True
+        return grew
