@@ -41,7 +41,6 @@ from lightning_dpx.memory.execute.values import (
     View,
     compress,
     compute,
-    forget_recipe,
     identity_of,
     make_uncached,
     offload,
@@ -320,7 +319,7 @@ class Rematerialization(GraphTape):
         # Others were made from it before it was saved itself, so it has a recipe. It is kept now
         # and will never run that: what the recipe takes must not wait for it.
         if value.make is not None and not value.dropped:
-            forget_recipe(value)
+            value.forget_recipe()
         return False
 
     def can_make(self, value: Value, node: Any | None, output: int, twins: Twins | None) -> bool:

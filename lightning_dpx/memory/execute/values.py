@@ -93,6 +93,7 @@ class Value:
         inputs: What ``make`` takes: values, views of values, or anything else as it is.
         sources: The values behind the inputs.
         dropped: Whether ``tensor`` may be forgotten.
+        made: Whether it was ever made again, which has asked for its inputs.
         uncached: Whether it is forgotten after every use, even if it will be asked for again.
         nested: Whether it is uncached and made from other such values; see :func:`make_uncached`.
         pending: How often it will still be asked for in this backward.
@@ -108,6 +109,7 @@ class Value:
         "dropped",
         "identity",
         "inputs",
+        "made",
         "make",
         "name",
         "nested",
@@ -130,6 +132,7 @@ class Value:
         self.inputs: Sequence[Any] = ()
         self.sources: Sequence[Value] = ()
         self.dropped: bool = False
+        self.made: bool = False
         self.uncached: bool = False
         self.nested: bool = False
         self.version: int = -1
@@ -141,6 +144,22 @@ class Value:
     def __del__(self, _free: Callable[[int], None] = free_weak_storage) -> None:
         if self._storage:
             _free(self._storage)
+        # What only a part of the graph has saved that is gone before its backward: nobody else is to wait for it.
+        if self.sources and not self.made:
+            self.forget_recipe()
+
+    def forget_recipe(self) -> None:
+        """It will not ask for its inputs; nor will those that only it would have asked for."""
+        stack = [self]
+        while stack:
+            top = stack.pop()
+            for source in top.sources:
+                source.pending -= 1
+                source.num_uses -= 1
+                # One with a name is saved itself, so backward will ask for it all the same.
+                if source.dropped and not source.name and not source.num_uses:
+                    stack.append(source)
+            top.learn(None, ())
 
     def held(self) -> torch.Tensor:
         """The tensor, for those who know that it is there.
@@ -401,6 +420,7 @@ def run_recipe(value: Value) -> torch.Tensor:
     for source in value.sources:
         if not source.dropped and source.tensor is not None and version_counter(source.tensor) != source.version:
             refuse_changed(source)
+    value.made = True
     made: torch.Tensor = make(*[entry.tensor if type(entry) is Value else read(entry) for entry in value.inputs])
     identity = value.identity
     # The profile has compared the numbers, of one step; in all others shape and dtype must agree.
@@ -470,20 +490,6 @@ def offload(value: Value, offloading: Offloader) -> None:
 
 def _expand_mask(small: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return small.to(dtype).mul_(other)
-
-
-def forget_recipe(value: Value) -> None:
-    """It is kept after all, and will not ask for its inputs; nor will those that only it would have asked for."""
-    stack = [value]
-    while stack:
-        top = stack.pop()
-        for source in top.sources:
-            source.pending -= 1
-            source.num_uses -= 1
-            # One with a name is saved itself, so backward will ask for it all the same.
-            if source.dropped and not source.name and not source.num_uses:
-                stack.append(source)
-        top.learn(None, ())
 
 
 def make_uncached(value: Value) -> None:

@@ -13,7 +13,7 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recorded_collectives import AnswersCollectives
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
-from lightning_dpx.memory.execute.values import Unnamed, Value, View, forget_recipe, identity_of
+from lightning_dpx.memory.execute.values import Unnamed, Value, View, identity_of
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall
@@ -127,7 +127,7 @@ class ProfilingHooks(Rematerialization):
         self.calls.in_code.add(identity)
         value = self.known.saved(identity)
         if value is not None and value.make is not None:
-            forget_recipe(value)
+            value.forget_recipe()
             self.refused[value.name] = _IN_CODE
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
@@ -138,7 +138,7 @@ class ProfilingHooks(Rematerialization):
             self.find_recipe(value, node, output)
             units = self.calls.units
             if units.paths and value.make is not None and not units.allows(value, value.name.rpartition(":")[0]):
-                forget_recipe(value)
+                value.forget_recipe()
                 self.refused[value.name] = "it is made from parameters of another sharded unit"
         return False
 
@@ -244,7 +244,7 @@ class ProfilingHooks(Rematerialization):
             # It will never be made again, so what it would have been made from has one use less, and may be dead as
             # well: a chain of layers dies from its end.
             waiting += _saved_sources(one)
-            forget_recipe(one)
+            one.forget_recipe()
 
     def try_new_values(self) -> None:
         """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""

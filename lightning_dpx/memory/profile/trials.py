@@ -11,7 +11,7 @@ import torch
 from lightning_dpx.devices import HostFullError, is_out_of_memory, raises_out_of_memory
 from lightning_dpx.memory.execute.calls import SelectiveReplay, select_output
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.values import Unnamed, Value, forget_recipe, used
+from lightning_dpx.memory.execute.values import Unnamed, Value, used
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import SavedValue
@@ -180,7 +180,7 @@ def _compress_masks(found: dict[Value, Allocation | None], trials: "_Trials", co
         trials.note(value, seconds)
         if value.make is select_output:  # masks are small in another way than by making their call again
             value.inputs[0].make.forgo(value.inputs[1])
-            forget_recipe(value)
+            value.forget_recipe()
 
 
 def _try_all(found: dict[Value, Allocation | None], trials: _Trials, costs: CostModel) -> None:
