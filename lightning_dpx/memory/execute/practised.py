@@ -120,6 +120,7 @@ class Practised(Rematerialization):
         self._trusted = trusted
         self._current = threading.local()
         self._learnt: Routine | None = None
+        self._is_lost = False  # the learnt one: that the next forward is another one is known then
         self._routine: Routine | None = None  # that forwards follow now, and that the hooks are for
         self._patience = _Patience(watched, {*self.actions.dropped, *_siblings_of(self.actions.dropped, names.parts)})
         self._drops = bool(self.actions.dropped or self.actions.compressed or self.actions.offloaded)
@@ -199,6 +200,7 @@ class Practised(Rematerialization):
             self._current.forward = None
             if isinstance(forward, RoutineForward):
                 forward.stop_noting()
+                self._is_lost = self._is_lost or forward.changed
             with self._guard:
                 self._running -= 1
                 self._patience.end(changed=forward.changed, grew=forward.grew)
@@ -244,6 +246,10 @@ class Practised(Rematerialization):
         with self._guard:
             # What was refused in a forward that was followed is no news in a routine.
             self._refused_before = set(self.refused)
+            # Steps that take turns would lose the routine of the last kind time and again, and exceed the budget.
+            if self._learnt is not None and not self._is_lost:
+                forward.changed = self._learnt.contradicts(routine)
+            self._is_lost = False
             self._learnt = routine if self._learnt is None else self._learnt.joined(routine)
             if STEP_ASIDE.count == forward.transforms:  # else hooks come and go on their own account
                 saved = {event.name for event in forward.events if isinstance(event, Saved)}

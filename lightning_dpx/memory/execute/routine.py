@@ -75,6 +75,17 @@ class Routine:
     passed: frozenset[Entered]
     noting: dict[Entered, bool]
 
+    def contradicts(self, other: "Routine") -> bool:
+        """Whether the two have something else to drop in the same calls, so that no routine is one of both.
+
+        As in steps that train parts in turns: what is frozen saves nothing.
+        """
+        for call in self.stretches.keys() | other.stretches.keys():
+            in_both = all(call == ROOT or call.number < one.calls.get(call.path, 0) for one in (self, other))
+            if in_both and self.stretches.get(call) != other.stretches.get(call):
+                return True
+        return False
+
     def joined(self, newer: "Routine") -> "Routine":
         """What both of them know; where they differ, what the newer one says."""
         calls = dict(self.calls)

@@ -511,3 +511,30 @@ def test_what_is_gone_before_the_forward_ends_is_dropped_in_later_steps_too() ->
     assert len(set(peaks)) == 1
     assert not applied.not_found
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
+
+
+def train_half(module: Skipping, number: int) -> None:
+    """The first blocks learn in every second step, the others in between."""
+    for at, block in enumerate(module.blocks):
+        block.requires_grad_((at < 3) == (number % 2 == 0))
+
+
+@pytest.mark.parametrize("watches", [True, False])
+def test_steps_that_train_parts_in_turns_stay_within_the_budget_of_a_plan_for_both(watches: bool) -> None:
+    """What a part saves depends on whether it learns, and not on what is called: no routine is one of both kinds."""
+    module, plain, x, plan = make(0.4)
+    most = 0
+    for number in range(2):
+        train_half(module, number)
+        applied = dpx.apply_plan(module, plan)
+        most = max(most, peak_of(module, x))
+        dpx.remove_plan(module)
+    applied = dpx.apply_plan(module, plan, watches=watches)
+    for number in range(24):
+        for each in (module, plain):
+            train_half(each, number)
+        # Without watching, the second one is the first that shows that there are two kinds.
+        if watches or number > 1:
+            assert peak_of(module, x) <= most, number
+        assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
+    assert not values_of(applied).is_routine
