@@ -10,6 +10,8 @@ from lightning_dpx.command_start import tell_in_one_line
 
 tell_in_one_line()
 
+from pkgutil import iter_modules
+
 from lightning_dpx.activations import Activation, trace_activations
 from lightning_dpx.errors import (
     BudgetError,
@@ -52,6 +54,7 @@ from lightning_dpx.reducers import GradientPacker, GradientReducer, least_loaded
 from lightning_dpx.replicas import Slicer, register_slicer
 from lightning_dpx.shifting import offload_activations, shift_activations, unoffload_activations, unshift_activations
 from lightning_dpx.simulate import simulate
+from lightning_dpx.torch_compat import never_compile
 
 __version__ = "0.2.0"
 
@@ -104,3 +107,6 @@ DPXStrategy.register_strategies(StrategyRegistry)
 SimAccelerator.register_accelerators(AcceleratorRegistry)
 refuse_other_package()
 refuse_fabric()
+# Compiled code calls what watches a step (hooks of saved tensors, dispatch modes), which the compiler would trace,
+# with other results. The models of bench are there to be compiled.
+never_compile(f"{__name__}.{part.name}" for part in iter_modules(__path__) if part.name != "bench")

@@ -5,12 +5,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.code_map import contents_of, function_in
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.reachable import globals_of
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
 _T = TypeVar("_T")
@@ -20,20 +23,26 @@ _MARK = "_torchdynamo_orig_callable"  # on a function that torch.compile returns
 def compiled_names(module: nn.Module) -> list[str]:
     """What is compiled in ``module``: paths of submodules, "the module itself" for its own, and of methods.
 
-    That is ``torch.compile(child)``, ``child.compile()``, and compiled functions that are attributes, such as the
-    steps of a LightningModule that was compiled as a whole.
+    That is ``torch.compile(child)``, ``child.compile()``, and compiled functions: attributes, such as the steps of a
+    LightningModule that was compiled as a whole, methods decorated with it, and functions that the code of a class
+    calls by name.
     """
     found = []
     for path, child in module.named_modules():
         if _is_compiled_itself(child):
             found.append(path or "the module itself")
         found.extend(f"{path}.{name}".lstrip(".") for name in _compiled_methods(child))
-    return found
+    for kind in {type(child): None for child in module.modules()}:
+        found.extend(_compiled_functions(kind))
+    return list(dict.fromkeys(found))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` or a method of its own is compiled; its submodules do not count."""
-    return _is_compiled_itself(module) or bool(_compiled_methods(module))
+    """Whether ``module``, a method of its own or a function that its class calls is compiled.
+
+    Its submodules do not count.
+    """
+    return _is_compiled_itself(module) or bool(_compiled_methods(module)) or any(_compiled_functions(type(module)))
 
 
 def _is_compiled_itself(module: nn.Module) -> bool:
@@ -46,6 +55,19 @@ def _compiled_methods(module: nn.Module) -> list[str]:
         return []
     own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
     return [name for name, value in own if callable(value) and _is_marked(value)]
+
+
+def _compiled_functions(kind: type) -> Iterator[str]:
+    """Names of compiled functions that the class ``kind`` defines or calls."""
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            function = function_in(value)
+            # A class that a function defines calls what that function has made.
+            held = contents_of(function) if isinstance(function, FunctionType) else []
+            if any(map(_is_marked, [function, *held])):
+                yield name
+    for namespace, names in globals_of(kind):
+        yield from (name for name in names if _is_marked(namespace.get(name)))
 
 
 def _is_marked(value: Any) -> bool:

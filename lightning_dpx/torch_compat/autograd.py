@@ -25,6 +25,18 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     _graph._engine_run_backward(tuple(tensors), tuple(gradients), False, False, (), **options)
 
 
+def nodes_so_far() -> int:
+    """How many nodes this thread has made: the number that :func:`number_of` has for the next one."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def number_of(node: Any) -> int:
+    """How many nodes its thread had made before ``node``; very large for the node of a leaf."""
+    number: int = node._sequence_nr()
+    return number
+
+
 def is_in_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` has what autograd saves right now, and counts on the same once more."""
     top = top_saved_tensors_hooks(True)

@@ -1,6 +1,7 @@
 """How ``torch.compile`` has compiled a function, and with what; its modules are slow to import, so only where used."""
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,19 @@ def compiler_apart(backend: Any, *, fullgraph: bool, dynamic: bool | None) -> An
 
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     return optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+
+
+def never_compile(names: Iterable[str]) -> None:
+    """Has ``torch.compile`` leave the code of packages and files alone; what it calls may be compiled all the same.
+
+    Args:
+        names: As one imports them.
+    """
+    # The public ``torch.compiler.disable`` is for one function, and costs at each of its calls.
+    from torch._dynamo import trace_rules
+
+    for name in names:
+        trace_rules.add(name)
 
 
 def compile_backends() -> list[str]:

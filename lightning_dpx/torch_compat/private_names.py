@@ -287,6 +287,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._C._profiler._EventType": PrivateName(
         why="tells allocations from other events", without="dpx bench plan cannot measure peaks"
     ),
+    "torch._C._autograd._get_sequence_nr": PrivateName(
+        why="which nodes of a step compiled code has made", without="plans exceed their budget behind compiled parts"
+    ),
+    "torch.autograd.graph.Node._sequence_nr": PrivateName(why="likewise", without="likewise"),
     "torch._dynamo.config": PrivateName(
         why="limits of recompilation", without="dpx bench plan --compile falls back to eager without a word"
     ),
@@ -299,6 +303,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     ),
     "torch._dynamo.optimize(backend='eager')._dynamic": PrivateName(
         why="a setting of a compiled function, likewise", without="likewise"
+    ),
+    "torch._dynamo.trace_rules": PrivateName(
+        why="the compiler leaves code alone that compiled code calls, such as hooks of tensors that it saves",
+        without="budgets fail beside functions that are compiled where they are defined",
     ),
     "torch._dynamo.list_backends": PrivateName(why="names for an error", without="dpx bench plan --compile-backend"),
     "torch._dynamo.lookup_backend": PrivateName(why="checks a name", without="dpx bench plan --compile-backend"),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dpx.python_objects.compiled import compiled_names, state_named_as_in, uncompiled, untraced
+from lightning_dpx.python_objects.compiled import compiled_names, is_compiled, state_named_as_in, uncompiled, untraced
 from tests.conftest import runs_eagerly
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
@@ -49,6 +49,28 @@ def test_modules_methods_and_calls_that_are_compiled_have_names() -> None:
     assert compiled_names(Layer()) == []
     model.compile(backend=backend)
     assert compiled_names(model)[0] == "the module itself"
+
+
+@torch.compile(backend="eager")
+def activation(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() * x
+
+
+class CallsByName(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return activation(self.linear(x))
+
+
+class Decorated(Layer):
+    @torch.compile(backend="eager")
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+def test_functions_that_are_compiled_where_they_are_defined_have_names() -> None:
+    model = nn.Sequential(Layer(), CallsByName(), CallsByName(), Decorated())
+    assert compiled_names(model) == ["activation", "compute"]
+    assert [is_compiled(part) for part in model] == [False, True, True, True]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it

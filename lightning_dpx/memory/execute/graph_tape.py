@@ -24,6 +24,7 @@ from lightning_dpx.memory.execute.calls import Call, OutputKey, SelectiveReplay,
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes import OWN_RECIPES, VIEWS, NotNoted, NotRecomputable, recipe_for
+from lightning_dpx.memory.execute.recipes.registry import Recipe
 from lightning_dpx.memory.execute.untracked_inputs import WeakTensor, copy_of, operand_of
 from lightning_dpx.memory.execute.values import Both, Identity, Make, Value, View, keep
 from lightning_dpx.torch_compat import output_metadata
@@ -126,7 +127,7 @@ class GraphTape:
         if depth > _MOST_UNSAVED:
             raise NotRecomputable(f"more than {_MOST_UNSAVED} operators in a row save nothing")
         try:
-            return recipe_for(node.name())(Node(self, node, output, depth, identity))
+            return self._recipe_of_node(node)(Node(self, node, output, depth, identity))
         except NotRecomputable:
             call_and_key = returned_by(node, output)
             if call_and_key is None:
@@ -138,6 +139,10 @@ class GraphTape:
             if node.name() in OWN_RECIPES:
                 error.add_note(f"It happened in the recipe that register_recipe({node.name()!r}) was given.")
             raise
+
+    def _recipe_of_node(self, node: Any) -> Recipe:
+        """How the operator of ``node`` is repeated."""
+        return recipe_for(node.name())
 
     def _picked(self, call: Call, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> tuple[Value, OutputKey]:
         """The value that ``call`` becomes, and which output to select from it."""

@@ -27,7 +27,7 @@ from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
-from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile
+from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, SavedCall
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
 from lightning_dpx.python_objects.leave_no_trace import untouched
 from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves
@@ -411,11 +411,26 @@ def with_compiled_code(
         if span.name in itself:
             codes.append(replace(span, runs=_runs(span.name, by_share)))
     curve = _measured(curve, codes, itself)
-    calls = []
-    for call in profile.calls:
-        seen = itself.get(call.name)
-        calls.append(call if seen is None else replace(call, small=seen.saved, most=seen.forward))
-    return replace(profile, curve=tuple(curve.tolist()), calls=tuple(calls), codes=tuple(codes))
+    calls = _calls_of_code(profile.calls, itself)
+    return replace(profile, curve=tuple(curve.tolist()), calls=calls, codes=tuple(codes))
+
+
+def _calls_of_code(calls: Sequence[SavedCall], seen: Mapping[str, _Seen]) -> tuple[SavedCall, ...]:
+    """``calls`` with what compiled ones save and take, also within others."""
+    found = list(calls)
+    for number, call in enumerate(calls):
+        each = seen.get(call.name)
+        if each is None:
+            continue
+        found[number] = replace(call, small=each.saved, most=each.forward)
+        more = each.saved - call.small
+        # A replay of what is around it runs this code, and has what it saves in place of what its operators save.
+        around = call.parent
+        while around >= 0:
+            outer = found[around]
+            found[around] = replace(outer, small=max(0, outer.small + more), most=max(0, outer.most + more))
+            around = outer.parent
+    return tuple(found)
 
 
 def _measured(curve: np.ndarray, calls: Sequence[CompiledCall], seen: Mapping[str, _Seen]) -> np.ndarray:

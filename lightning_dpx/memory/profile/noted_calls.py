@@ -6,7 +6,9 @@ backward   small_is_asked, small_goes           until when what they saved is ne
 after it   calls, holds, compiled               what the profile tells of them
 """
 
+import math
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from lightning_dpx.memory.profile.replay_trials import ReplayTrials, TriesReplay
 from lightning_dpx.memory.tracing.communication import is_in_group
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
-from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
+from lightning_dpx.torch_compat import disable_current_modes, nodes_so_far, number_of, with_memory_in
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
 
@@ -129,6 +131,8 @@ class NotedCalls:
         self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
         self._right = set[int]()  # numbers of calls that gave the same when they were made again
         self._small: list[_Span] = []
+        self._codes: list[tuple[int, int]] = []  # the first node that a call of compiled code makes, and the next
+        self._entered = 0  # the first node of the running one
         self._begun = set[int]()  # calls of whose small tensors backward has asked for one
         self._collectives = _NotedCollectives(self, trace)
 
@@ -151,7 +155,10 @@ class NotedCalls:
         parent = self._open[-1] if self._open else -1
         self._open.append(len(self._noted))
         # What is there round compiled code is to be told exactly, so both of its ends are events.
-        begin = self._trace.mark() if self._is_compiled(call) else self._trace.now
+        is_code = self._is_compiled(call)
+        begin = self._trace.mark() if is_code else self._trace.now
+        if is_code:
+            self._entered = nodes_so_far()
         noted = NotedCall(call, parent, begin, len(self._saved.held))
         self._noted.append(noted)
         # It stays among the open calls all the same, for those that are made in it.
@@ -182,10 +189,13 @@ class NotedCalls:
             return
         # It is kept until the calls are tried, and the graph that it stands in must not be.
         noted.call = call.apart()
-        noted.end = self._trace.mark() if self._is_compiled(call) else self._trace.now
+        is_code = self._is_compiled(call)
+        noted.end = self._trace.mark() if is_code else self._trace.now
+        if is_code:
+            self._codes.append((self._entered, nodes_so_far()))
         noted.count = len(self._saved.held) - noted.first
         # Compiled code has no operators that could be repeated one by one.
-        fewest = 1 if self._is_compiled(call) else _FEWEST_TENSORS
+        fewest = 1 if is_code else _FEWEST_TENSORS
         # Otherwise the last state was noted before this call began to save.
         if self._random is not None and self._random[0] >= noted.first:
             noted.random = self._random[1]
@@ -315,6 +325,15 @@ class NotedCalls:
             if number in asked and self._is_compiled(noted.call):
                 found.append(CompiledCall(noted.call.name, noted.begin, noted.end, asked[number], over[number]))
         return tuple(found)
+
+    def is_of_code(self, node: Any) -> bool:
+        """Whether a call of compiled code that is over has made ``node``."""
+        if not self._codes:
+            return False
+        number = number_of(node)
+        # They are in order and apart, as parts of compiled parts have no calls of their own.
+        at = bisect_right(self._codes, (number, math.inf)) - 1
+        return at >= 0 and self._codes[at][0] <= number < self._codes[at][1]
 
     def _is_compiled(self, call: Call) -> bool:
         return call.name.partition("#")[0] in self._names.compiled

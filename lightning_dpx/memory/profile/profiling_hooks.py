@@ -10,6 +10,7 @@ from torch import nn
 from lightning_dpx.devices import synchronize
 from lightning_dpx.memory.execute.call_arguments import Argument
 from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.recipes.registry import NotRecomputable, Recipe
 from lightning_dpx.memory.execute.recorded_collectives import AnswersCollectives
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
@@ -141,6 +142,12 @@ class ProfilingHooks(Rematerialization):
                 value.forget_recipe()
                 self.refused[value.name] = "it is made from parameters of another sharded unit"
         return False
+
+    def _recipe_of_node(self, node: Any) -> Recipe:
+        # This step runs uncompiled. In one that is compiled the node is another one, which no recipe knows.
+        if self.calls.is_of_code(node):
+            raise NotRecomputable("compiled code makes it")
+        return super()._recipe_of_node(node)
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
         span = self._trace.allocation_of(tensor.untyped_storage())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import lightning_dpx as dpx
 from lightning_dpx.memory.execute.code_shares import CodeShares
@@ -47,6 +48,63 @@ def test_what_compiled_code_saves_too_is_not_dropped_elsewhere() -> None:
     refused = {value.name: value.refused for value in profile.values}
     assert refused["1:1"] == "", "the input of the GELU is nothing to compiled code"
     assert refused["2:1"] == "compiled code saves it, too", "it is the input of the first block"
+
+
+class Activation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x) * torch.tanh(x)
+
+
+@torch.compile(backend=CHEAP)
+def activation(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(x) * torch.tanh(x)
+
+
+class CallsByName(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return activation(x)
+
+
+def compiled_activation(form: str) -> nn.Module:
+    if form == "by name":
+        return CallsByName()
+    if form == "wrapped":
+        return torch.compile(Activation(), backend=CHEAP)
+    module = Activation()
+    module.compile(backend=CHEAP)
+    return module
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.8, 0.65])
+@pytest.mark.parametrize("form", ["by name", "in place", "wrapped"])
+def test_what_compiled_code_gives_to_others_is_not_counted_on_to_be_made_operator_by_operator(
+    form: str, budget: float
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), compiled_activation(form), nn.Linear(256, 64)) for _ in range(4)]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    peak(model, x)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    plan = dpx.search_plan(model, x, budget=int(budget * peak(model, x)))
+    dpx.apply_plan(model, plan)
+    peak(model, x)
+    assert peak(model, x) <= 1.02 * plan.peak
+    again = [parameter.grad for parameter in model.parameters()]
+    assert_close(again, gradients, atol=0, rtol=0)
+    dpx.remove_plan(model)
+
+
+def test_a_function_that_is_compiled_where_it_is_defined_stays_so() -> None:
+    layers = [nn.Sequential(nn.Linear(64, 256), CallsByName(), nn.Linear(256, 64)) for _ in range(4)]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    model(x).sum().backward()
+    dpx.apply_plan(model, dpx.search_plan(model, x, budget=0.8))
+    model(x).sum().backward()
+    dpx.remove_plan(model)
+    node = CallsByName()(torch.ones(1024, 256, requires_grad=True)).grad_fn
+    assert node is not None
+    assert node.name() == "CompiledFunctionBackward"
 
 
 class Dropping(nn.Module):
