@@ -50,7 +50,7 @@ class EvaluationFlow:
             slices = session.slices.of(name, args[0])  # it may have to run whole, or in fewer slices
             is_known = True
         if len(slices) == 1 and not session.has_processes:
-            batch = session.batch_for(slices[0], loader_index(args))
+            batch = session.batches.for_replica(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
             try:
@@ -68,7 +68,7 @@ class EvaluationFlow:
                     raise
                 session.whole_batches.give_whole(name, f"{error}", ADVICE)
                 return self.run(name, args, kwargs)
-        session.end_batch(name, args)
+        session.batches.end_step(name, args)
         return outputs
 
     def forward(self, name: str, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

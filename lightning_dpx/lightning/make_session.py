@@ -8,6 +8,7 @@ import torch
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
 from lightning_dpx.errors import ConfigurationError, ReplicationError
+from lightning_dpx.lightning.changed_structure import give_trainer
 from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
@@ -19,7 +20,7 @@ from lightning_dpx.lightning.processes.rank_zero import make_step_aware
 from lightning_dpx.lightning.processes.stop import CoordinatedStop
 from lightning_dpx.lightning.rehearsal.shift_rehearsal import rehearse_shifts
 from lightning_dpx.lightning.run import OneDevice
-from lightning_dpx.lightning.session import Session, give_trainer
+from lightning_dpx.lightning.session import Session
 from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.reducers import ProcessReducer, choose_reducer, make_communication_hook
 from lightning_dpx.replicas import ReplicaSet, synchronize_batch_norm

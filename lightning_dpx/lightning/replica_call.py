@@ -91,9 +91,9 @@ class ReplicaCall:
         recording = _NOTHING if self._logs_at_once else log.recording(module)  # type: ignore[arg-type]
         context = session.context(module) if session.has_contexts else _NOTHING
         with recording, context:
-            batch = session.to_replica(batch_slice, self._transfer)
+            batch = session.batches.to_replica(batch_slice, self._transfer)
             output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
-        session.batch_writes.let_go(batch_slice, others_follow=self._others_follow)
+        session.batches.writes.let_go(batch_slice, others_follow=self._others_follow)
         if self._stops is not None and self._trainer.should_stop:
             # All replicas have one Trainer: taken back at once, the answer of the next slice
             # is its own.

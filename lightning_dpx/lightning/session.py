@@ -10,15 +10,13 @@ strategy --hooks of Lightning's--> session.training    batch -> loss, and after 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn import Module
 
-from lightning_dpx.errors import ReplicationError, some_of
-from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites, unlike_one_batch
-from lightning_dpx.lightning.evaluation import EvaluationFlow, loader_index
+from lightning_dpx.errors import ReplicationError
+from lightning_dpx.lightning.changed_structure import follow_structure, remake_replicas
+from lightning_dpx.lightning.evaluation import EvaluationFlow
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
-from lightning_dpx.lightning.lightning_api import TrainerFn, pl, rank_zero_warn
-from lightning_dpx.lightning.lightning_compat import set_trainer
+from lightning_dpx.lightning.lightning_api import TrainerFn, pl
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.metrics.metric_watch import MetricWatch
@@ -30,27 +28,22 @@ from lightning_dpx.lightning.owners import (
     begin_optimizers,
     bring_home,
     load_states,
-    memory_of_dropped,
-    move_optimizers,
     optimize_owners,
 )
 from lightning_dpx.lightning.rehearsal.verification import Verification
 from lightning_dpx.lightning.run import Run
 from lightning_dpx.lightning.slices import Slices
+from lightning_dpx.lightning.step_batches import StepBatches
 from lightning_dpx.lightning.thread_choice import ThreadChoice
 from lightning_dpx.lightning.training_step import TrainingFlow
-from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import WholeBatches
 from lightning_dpx.python_objects.compiled import untraced
 from lightning_dpx.reducers import Waits
-from lightning_dpx.replicas import BatchSlice, ReplicaSet, StepTimes
+from lightning_dpx.replicas import ReplicaSet, StepTimes
 from lightning_dpx.step import TrainingStep
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.strategy import DPXStrategy
-
-
-_MISSING = object()
 
 
 class Session(Run):
@@ -67,7 +60,7 @@ class Session(Run):
         has_processes: Whether gradients are summed with those of other processes.
         metric_watch: Looks for metrics that they do not share yet.
         whole_batches: Which stages get their batches whole.
-        batch_writes: What steps write into their batches.
+        batches: The way of a batch through a step.
         gradient_hooks: What hooks of the user's find in gradients.
         memory: What is done about memory round a step.
         micro_batches: Runs the micro-batches of training steps, where slices are cut into such.
@@ -88,7 +81,7 @@ class Session(Run):
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
         self.has_processes: bool = strategy.num_processes > 1
         self.whole_batches: WholeBatches = WholeBatches(len(replicas.devices))
-        self.batch_writes: BatchWrites = BatchWrites()
+        self.batches: StepBatches = StepBatches(self)
         self.gradient_hooks: GradientHooks = GradientHooks()
         self.settings: OptimizerSettings = OptimizerSettings(strategy)
         self.memory: NoStepMemory = NoStepMemory()
@@ -97,7 +90,6 @@ class Session(Run):
         self.threads: ThreadChoice = ThreadChoice(self)
         self.training: TrainingFlow = TrainingFlow(self)
         self.evaluation: EvaluationFlow = EvaluationFlow(self)
-        self._batch_in_place: Any = _MISSING
 
     def for_shadow(self, replicas: ReplicaSet, metrics: ReplicaMetrics, step: TrainingStep) -> "Session":
         """A session of a rehearsal: of its own replicas, with what the real one has found out and put on."""
@@ -139,66 +131,6 @@ class Session(Run):
         # Other processes have run it, and would not run it again with this one; by hand optimizers have stepped.
         return not self.has_processes and (name != "training_step" or self.module.automatic_optimization)
 
-    def show_batch(self, batch: Any) -> Any:
-        """The batch as hooks of the user's get it: as the loader gave it, each replica moves its own slice."""
-        self._batch_in_place = _MISSING
-        if self.replicas.partition.always_merged and self._stays(batch):
-            # The step gets the object that hooks get, as on one device: there is nothing to watch.
-            self.batch_writes.forget()
-            self._batch_in_place = batch
-            return batch
-        if self.batch_writes.is_for(self.module):
-            return self.batch_writes.show(batch)
-        return batch
-
-    def _stays(self, batch: Any) -> bool:
-        """Whether the one replica that takes every batch gets this object."""
-        # The index of the loader matters to hooks only, and where there is one nothing stays.
-        return Transfer(self.trainer, self.module, 0).leaves(batch, self.replicas.root.device)
-
-    def is_in_place(self, batch: Any) -> bool:
-        """Whether the one replica that takes every batch gets ``batch`` itself, which hooks have got, too."""
-        return batch is self._batch_in_place
-
-    def batch_for(self, batch_slice: BatchSlice, dataloader_idx: int = 0) -> Any:
-        """The batch that the step of a replica gets, on its device."""
-        # The object is on its device already, and no hook would make another of it.
-        if self.is_in_place(batch_slice.batch):
-            return batch_slice.batch
-        return self.to_replica(batch_slice, Transfer(self.trainer, self.module, dataloader_idx))
-
-    def to_replica(self, batch_slice: BatchSlice, transfer: Transfer) -> Any:
-        """The slice where its replica lives; what the step writes into it is noticed where hooks look."""
-        batch = transfer.to_replica(batch_slice)
-        if self.batch_writes.is_watched:
-            self.batch_writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
-        return batch
-
-    def end_batch(self, name: str, args: tuple[Any, ...], *, backward_follows: bool = False) -> None:
-        """A step has run: hooks find in the batch what it wrote there.
-
-        Args:
-            name: Of the step.
-            args: Of the step.
-            backward_follows: Whether activations are there until its end, when :meth:`move_batch` is called.
-        """
-        self.verification.refuse_unchecked()
-        if not self.batch_writes.is_watched:
-            return
-        # Several training loaders give one combined batch; only evaluation tells its loaders apart.
-        rules = self.verification.rules(name, 0 if name == "training_step" else loader_index(args))
-        problem = self.batch_writes.finish(rules, self.strategy.root_device, self.replicas.output_dim)
-        if problem is not None:
-            self.whole_batches.give_whole(name, *unlike_one_batch(problem))
-        # No hook gets the batch until then, and all of its rows would be there beside the activations.
-        if not backward_follows:
-            self.move_batch()
-
-    def move_batch(self) -> None:
-        """Hooks find the batch on the device of the module."""
-        if self.batch_writes.is_watched:
-            self.batch_writes.move_to(self.strategy.root_device)
-
     def before_evaluation_batch(self) -> None:
         """Several processes may be told to stop between two batches."""
         self.strategy.before_evaluation_batch()
@@ -220,34 +152,7 @@ class Session(Run):
         Returns:
             Whether there are replicas; if the module cannot be copied any more, the run goes on with one device.
         """
-        replicas = self.replicas
-        if self.shifts:
-            self._give_whole_for_hooks()
-            return True
-        if not replicas.structure.has_changed:
-            return self._follow_metrics(name)
-        self.strategy.announce("dpx: the module has other parts than before; its replicas are made anew.")
-        # Evaluation, too: what its step did with the old parts says nothing of the new ones.
-        self.verification.reopen_all()
-        return self._make_replicas_anew()
-
-    def _follow_metrics(self, name: str) -> bool:
-        """Metrics that a hook or a step has made since the replicas were made: replicas anew, which share them."""
-        if len(self.replicas.replicas) == 1 or self.whole_batches.reason_for(name) is not None:
-            return True
-        new = self.metric_watch.new_ones(self.metrics, self.replicas.root.modules)
-        if not new:
-            return True
-        if self.metric_watch.come_every_time:
-            self.whole_batches.give_whole(
-                name,
-                f"The module has other metrics in every batch ({some_of(new)}), of which replicas have copies.",
-                "For all devices to take part, make metrics before the run, and reset() them.",
-            )
-            return True
-        self.strategy.announce("dpx: the module has other metrics than before; its replicas are made anew.")
-        self.verification.reopen_all()
-        return self._make_replicas_anew()
+        return follow_structure(self, name)
 
     def follow_made_metrics(self, name: str, made: MetricsAppear) -> None:
         """A step on slices has made metrics: it runs again, whole, and the next look has replicas share them."""
@@ -262,68 +167,15 @@ class Session(Run):
             Whether there are replicas; see :meth:`follow_structure`.
         """
         self.replicas.cut_slices(list(micro_batches), training=training)
-        if not self._make_replicas_anew():
+        if not remake_replicas(self):
             return False
         self.micro_batches = MicroBatchSteps(self) if self.replicas.partition.cuts_slices(training=True) else None
-        return True
-
-    def _make_replicas_anew(self) -> bool:
-        replicas = self.replicas
-        step = self.step
-        optimizers = self.strategy.optimizers
-        homes = dict(zip(step.owner_parameters, replicas.root.parameters, strict=True))
-        self.strategy.planning.remove(replicas)
-        metrics = ReplicaMetrics(replicas.root.module, number=self.options.number_rule)
-        # Rules are kept by metric object. The module may have other metrics now, so what was
-        # learned goes by way of their paths.
-        metrics.take_rules(self.metrics.rules_by_path())
-        replicas.share(metrics.named.values())
-        # What hooks wrote into copies of gradients goes to the owners that there are now.
-        self.gradient_hooks.before_backward()
-        manual = self.training.manual
-        if manual is not None:
-            manual.gradients.take_from_hooks()
-        step.sums.memory_of_first = memory_of_dropped(optimizers, homes, replicas.root.module.parameters())
-        try:
-            with torch.inference_mode(False):  # also in an evaluation: they are written to after it
-                step.remake_replicas()
-        except ReplicationError as error:
-            device = self.strategy.root_device
-            rank_zero_warn(f"dpx: everything runs on {device} from here on, the other devices idle: {error}")
-            move_optimizers(optimizers, homes)
-            # The closure of the optimizer that runs this step still follows the owners.
-            replicas.state.parameters.set_owners(())
-            replicas.close()
-            self.strategy.session = self.strategy.one_device
-            return False
-        # First home to the parameters of the user's module, which alone have outlasted
-        # the old owners.
-        move_optimizers(optimizers, homes)
-        give_trainer(replicas, self.trainer)
-        self.verification.reopen("training_step")
-        self.metrics = metrics
-        metrics.dim = replicas.output_dim
-        self.strategy.planning.follow_given(replicas)
-        if step.has_other_owners:
-            mine = replicas.root.parameters
-            move_optimizers(optimizers, dict(zip(mine, step.owner_parameters, strict=True)))
-        self.gradient_hooks.follow_replicas()
-        if manual is not None:
-            manual.follow_replicas()
         return True
 
     def batch_of_one_device(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The step's arguments with the batch on the root device, once replicas were given up."""
         index = args[2] if len(args) > 2 else 0
         return self.strategy.batch_to_device(args[0], None, index), *args[1:]
-
-    def _give_whole_for_hooks(self) -> None:
-        """Replicas with shifted parts are not made anew, so what a new hook does to gradients the first one does."""
-        name = self.replicas.structure.name_with_other_hooks
-        if name is not None:
-            self.replicas.python_state.hooks.accept_those_of_parameters()
-            reason = f"Parameter {name} got or lost a hook, which replicas with shifted parts cannot follow."
-            self.whole_batches.give_whole("training_step", reason, "Register hooks before fit.")
 
     # ---- optimizers ----
 
@@ -365,7 +217,7 @@ class Session(Run):
         """
         # Lightning's loops name no device. A caller that names one wants the batch moved there.
         if device is None:
-            return self.show_batch(batch)
+            return self.batches.show(batch)
         return lightnings(batch, device, dataloader_idx)
 
     def step_optimizer(
@@ -470,9 +322,3 @@ class Session(Run):
             if self.strategy.plans_memory:
                 self.strategy.planning.remove(self.replicas)
             self.gradient_hooks.end()
-
-
-def give_trainer(replicas: ReplicaSet, trainer: Any) -> None:
-    """Replicas have the trainer of the user's module, which LightningModule drops from its copies."""
-    for replica in replicas.replicas[1:]:
-        set_trainer(replica.module, trainer)

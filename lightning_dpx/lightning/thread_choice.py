@@ -69,7 +69,8 @@ class ThreadChoice:
         with session.context(session.module), replicas.python_state.iterators_shared() as iterators:
 
             def alone() -> Any:
-                return session.lightnings_step("training_step", (session.batch_for(batch_slice), *args[1:]), kwargs)
+                batch = session.batches.for_replica(batch_slice)
+                return session.lightnings_step("training_step", (batch, *args[1:]), kwargs)
 
             output = trial.watch(alone)
             # The step on slices takes the same items as the one that was watched.

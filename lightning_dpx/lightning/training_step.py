@@ -120,7 +120,7 @@ class TrainingFlow:
         has_backward = session.module.automatic_optimization and not skips_backward(session.trainer)
         # Hooks in between may look at a batch that one at its start has kept.
         waits = has_backward and outputs is not None and not session.gradient_hooks.before_backward_of_step
-        session.end_batch(NAME, args, backward_follows=waits)
+        session.batches.end_step(NAME, args, backward_follows=waits)
         return outputs
 
     def rehearsed(
@@ -166,12 +166,12 @@ class TrainingFlow:
         # for slices and for a rehearsal took 40 us of 470 of an empty step.
         session = self._session
         session.replicas.release_cores()  # threads may have been given up just before
-        if not session.is_in_place(args[0]):
+        if not session.batches.is_in_place(args[0]):
             whole = session.replicas.whole_slice(args[0], 1)
-            args = (session.batch_for(whole), *args[1:])
+            args = (session.batches.for_replica(whole), *args[1:])
         outputs = session.alone(NAME, args, kwargs)
         put_iterators_back(session.module)
-        session.end_batch(NAME, args)
+        session.batches.end_step(NAME, args)
         return outputs
 
     def runs_alone(self, slices: Sequence[BatchSlice]) -> bool:
@@ -187,7 +187,7 @@ class TrainingFlow:
         session.replicas.release_cores()
         if session.threads.is_open:
             return session.threads.choose(batch_slice, args, kwargs)
-        return session.alone(NAME, (session.batch_for(batch_slice), *args[1:]), kwargs)
+        return session.alone(NAME, (session.batches.for_replica(batch_slice), *args[1:]), kwargs)
 
     def forward(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""
@@ -307,7 +307,7 @@ class TrainingFlow:
         self._session.memory.guard_backward(self._backward)
         # A step by hand runs its backwards itself, and goes on after them.
         if self._session.module.automatic_optimization:
-            self._session.move_batch()
+            self._session.batches.move()
 
     def _backward(self) -> None:
         session = self._session

@@ -544,7 +544,7 @@ class StepMemory(NoStepMemory):
         """Of the whole batch, which hooks before the backward find on the root device, where they look at it."""
         session = self._session
         root = session.replicas.root.device
-        looks = session.batch_writes.is_watched and session.gradient_hooks.before_backward_of_step
+        looks = session.batches.writes.is_watched and session.gradient_hooks.before_backward_of_step
         if is_host(root) or not looks:
             return {}
         return {root: sum(bytes_of_tensors(batch_slice.batch) for batch_slice in slices)}

@@ -285,7 +285,7 @@ class ShadowStep:
         """Sees what the next run writes into its batch, if hooks of the real run look at that."""
         writes = BatchWrites()
         # To look for writes takes time that is lost where no hook would read them.
-        if self.session.batch_writes.is_watched:
+        if self.session.batches.writes.is_watched:
             writes.show(rows)
         return writes
 

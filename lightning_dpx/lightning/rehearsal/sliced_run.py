@@ -140,7 +140,7 @@ class SlicedRun:
         merged_log = StepLog(replace(slices[0], num_rows=num_rows))
         # A batch of its own, which nothing but these writes has touched.
         writes = step.watch_batch(self._rows.whole(num_rows))
-        session.batch_writes = writes
+        session.batches.writes = writes
         with recording(merged_log, shadow):
             final = self._forward(session, slices)
         # Before anything is compared: what failed is a reason, and not a difference.
