@@ -11,6 +11,7 @@ from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.first_draws import DrawsAppear
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.lightning.slice_errors import SliceError, on_whole_batch
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice, weights_of
 
@@ -53,6 +54,7 @@ class EvaluationFlow:
             batch = session.batches.for_replica(slices[0], loader_index(args))
             outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
+            failed: SliceError | None = None
             try:
                 outputs = self.forward(name, slices, args, kwargs)
             except MetricsAppear as made:
@@ -62,12 +64,18 @@ class EvaluationFlow:
             except DrawsAppear as drawn:
                 session.replicas.state.buffers.restore()
                 return drawn.run_again(partial(self.run, name, args, kwargs))
+            except SliceError as error:
+                session.replicas.state.buffers.restore()
+                failed = error
             except GatherError as error:
                 session.replicas.state.buffers.restore()
                 if not session.can_repeat(name):
                     raise
                 session.whole_batches.give_whole(name, f"{error}", ADVICE)
                 return self.run(name, args, kwargs)
+            # Not while it is handled, or the user's error would be told as one that came of it.
+            if failed is not None:
+                return on_whole_batch(session, name, failed, partial(self.run, name, args, kwargs))
         session.batches.end_step(name, args)
         return outputs
 

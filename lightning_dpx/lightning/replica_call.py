@@ -14,6 +14,8 @@ from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
+from lightning_dpx.lightning.slice_errors import SliceError, may_be_of_slices
+from lightning_dpx.lightning.step_beginning import StepBeginning
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchDraws, BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
 
@@ -128,11 +130,10 @@ class ReplicaCall:
         metrics.refresh(session.replicas.root.modules)
         # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
         metrics.gives_slices = rules.metrics_give_slices
-        # A step that drew nothing when it was checked may begin to, in a later epoch, say.
-        first_draws: FirstDraws | None = None
-        can_tell = not session.replicas.traits.draws.is_of_others
-        if len(slices) > 1 and rules.news.seen is not None and not rules.draws and can_tell:
-            first_draws = FirstDraws(session, self._name, slices, rules)
+        # It may have to run again, whole: where it draws for the first time, or fails on a slice.
+        beginning: StepBeginning | None = None
+        if len(slices) > 1 and rules.news.seen is not None:
+            beginning = StepBeginning(session, self._name, slices, rules)
         made = session.metric_watch.made
         made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
@@ -143,11 +144,15 @@ class ReplicaCall:
                         yield
                     except Exception as error:
                         _blame_metrics(session, self._name, slices, error)
+                        # In here as well: what the slices have done is taken back.
+                        if beginning is not None and may_be_of_slices(error) and beginning.can_begin_again():
+                            beginning.put_back()
+                            raise SliceError(error) from error
                         raise
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:
-                        if first_draws is not None:
-                            first_draws.follow()
+                        if beginning is not None and not rules.draws:
+                            FirstDraws(session, self._name, beginning, rules).follow()
                         _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
                         _follow_metrics(session, self._name)
             except GatherError as error:

@@ -27,6 +27,7 @@ from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.lightning.slice_errors import SliceError, on_whole_batch
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.replicas.shared_iterators import put_iterators_back
@@ -97,6 +98,7 @@ class TrainingFlow:
             # With the whole batch a step may write parameters, as on one device, also where others own them.
             session.replicas.state.parameters.unseen.by_step = session.step.has_other_owners and len(slices) == 1
             forward = session.memory.guarded(self.forward)
+            failed: SliceError | None = None
             try:
                 outputs = forward(slices, args, kwargs)
             except MetricsAppear as made:
@@ -106,6 +108,9 @@ class TrainingFlow:
             except DrawsAppear as drawn:
                 self._discard(drawn)
                 return drawn.run_again(partial(self.run, args, kwargs))
+            except SliceError as error:
+                self._discard(error)
+                failed = error
             except BaseException as error:
                 self._discard(error)
                 whole = self._whole_instead(error)
@@ -113,6 +118,9 @@ class TrainingFlow:
                     raise
                 session.whole_batches.give_whole(NAME, whole.reason, whole.advice)
                 return self.run(args, kwargs)
+            # Not while it is handled, or the user's error would be told as one that came of it.
+            if failed is not None:
+                return on_whole_batch(session, NAME, failed, partial(self.run, args, kwargs))
             if session.gradient_hooks.before_backward_of_step:
                 session.step.show_buffers()
         put_iterators_back(session.module)

@@ -184,8 +184,10 @@ class BufferSync:
     @torch.no_grad()
     def restore(self) -> None:
         """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
-        if self._may_restore and self._before and _alike(self._root.buffers, self._before):
-            foreach_copy_(self._root.buffers, self._before)
+        if self._may_restore and self._before:
+            self._root.refresh()  # the step may have put new tensors in their place, as by self.seen = self.seen + 1
+            if _alike(self._root.buffers, self._before):
+                foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
         self._forget_shown()
 

@@ -1,0 +1,74 @@
+"""What a step on slices begins with: where it can be put back, the step may run again on the whole batch.
+
+It may draw random numbers for the first time (``first_draws.py``), or raise an error on a slice (``slice_errors.py``).
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_dpx.lightning.memory.batch_shapes import arrays_in
+from lightning_dpx.replicas import BatchSlice, MergeRules, SeenGenerators
+from lightning_dpx.torch_compat import version_counter
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+_LARGEST_ARRAY = 2**16  # bytes, which are read in 30 us, before and after a step
+
+
+class StepBeginning:
+    """The batch, the generators and the module, as a step finds them.
+
+    Args:
+        session: Of the step.
+        name: Of the step.
+        slices: What runs; several.
+        rules: Of the step.
+
+    Attributes:
+        generators: Where they are.
+    """
+
+    def __init__(self, session: "Session", name: str, slices: Sequence[BatchSlice], rules: MergeRules) -> None:
+        self._session = session
+        self._name = name
+        self._slices = slices
+        self._rules = rules
+        self.generators: SeenGenerators = session.replicas.traits.draws.now()
+        self._versions = _versions_of(slices)
+        session.replicas.python_state.hold_tensors()
+
+    def can_begin_again(self) -> bool:
+        """Whether the step can run on the whole batch as if it had not run on slices."""
+        return self._session.can_repeat(self._name) and self._is_untouched()
+
+    def put_back(self) -> None:
+        """The generators are where the batch began: one device draws from there."""
+        self.generators.put_back()
+
+    def _is_untouched(self) -> bool:
+        """Whether the batch still is what the loader gave, and what slices have left in the module can be put back."""
+        if None in self._versions or _versions_of(self._slices) != self._versions:
+            return False
+        attributes = self._rules.attributes
+        lists = [place.attribute.rpartition(".") for place in {*attributes.appended, *attributes.growing}]
+        return self._session.replicas.python_state.can_put_back([(path, name) for path, _, name in lists])
+
+
+def _versions_of(slices: Sequence[BatchSlice]) -> list[int | None]:
+    """How often the tensors of the batch have been written, as the first slice tells: it has views of them.
+
+    Arrays of NumPy count no writes. Small ones are read instead; ``None`` stands for a large one that may be written.
+    """
+    versions: list[int | None] = []
+    # All slices run the same code, and views of one tensor count together: to ask each costs time in every step.
+    for array in arrays_in(slices[0].batch):
+        if isinstance(array, torch.Tensor):
+            if not array.is_inference():
+                versions.append(version_counter(array))
+        elif array.flags.writeable:
+            versions.append(zlib.crc32(array.tobytes()) if array.nbytes <= _LARGEST_ARRAY else None)
+    return versions

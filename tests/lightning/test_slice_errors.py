@@ -1,0 +1,128 @@
+"""A step that fails on a slice of some batch, and runs on the whole batch, goes on as on one device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dpx as dpx
+from lightning_dpx.lightning.slice_errors import SliceError, may_be_of_slices
+from tests.conftest import Classifier, assert_equal, make_trainer, run
+
+ON_A_SLICE = "It runs on the whole batch, but on a slice it raises ValueError: one class only"
+STAGES = ["training_step", "validation_step", "predict_step"]
+
+
+def make_sorted_loader() -> DataLoader[Any]:
+    """Both classes are in every slice until the sixth batch, whose rows are sorted by class."""
+    rows = torch.randn(56, 8, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(56) % 2
+    labels[40:48] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    return DataLoader(TensorDataset(rows, labels), batch_size=8)
+
+
+class NeedsBoth(Classifier):
+    """Its ``stage`` fails on rows of one class, after it has counted and appended."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self.stage = stage
+        self.accuracy = torchmetrics.MeanMetric()
+        self.register_buffer("num_rows", torch.zeros(1))
+        self.register_buffer("rebound", torch.zeros(1))
+        self.calls = 0
+        self.labels: list[int] = []
+        self.losses: list[torch.Tensor] = []
+
+    def check(self, stage: str, batch: Any) -> None:
+        if stage != self.stage:
+            return
+        self.calls += 1
+        self.labels += batch[1].tolist()
+        self.num_rows += len(batch[1])
+        self.rebound = self.rebound + len(batch[1])
+        self.accuracy.update(batch[0][:, 0])
+        self.losses.append(F.cross_entropy(self.net(batch[0]), batch[1]).detach())
+        if len(set(batch[1].tolist())) < 2:
+            raise ValueError("one class only")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.check("training_step", batch)
+        self.log("accuracy", self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.check("validation_step", batch)
+        return super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.check("predict_step", batch)
+        return super().predict_step(batch, batch_idx)
+
+
+def seen_of(stage: str, **options: Any) -> tuple[dict[str, torch.Tensor], NeedsBoth]:
+    torch.manual_seed(0)
+    model = NeedsBoth(stage)
+    seen = run(model, make_sorted_loader(), accumulate_grad_batches=2, **options)
+    # Those after the predictions, as a step of these counts in buffers, too.
+    seen.update({name: value.cpu() for name, value in model.state_dict().items()})
+    return seen, model
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_batch_whose_slices_fail_runs_whole(stage: str, execution: str) -> None:
+    expected, one = seen_of(stage)
+    with pytest.warns(UserWarning, match=f"{stage} gets all of its batches whole, on the first replica.*{ON_A_SLICE}"):
+        seen, ours = seen_of(stage, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(seen, expected)
+    assert (ours.calls, ours.labels) == (one.calls, one.labels)
+    torch.testing.assert_close([loss.cpu() for loss in ours.losses], one.losses)
+
+
+def test_so_does_one_whose_micro_batches_fail() -> None:
+    expected, one = seen_of("training_step")
+    with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole, in one piece.*{ON_A_SLICE}"):
+        seen, ours = seen_of("training_step", strategy=dpx.DPXStrategy(micro_batches=2))
+    assert_equal(seen, expected)
+    assert (ours.calls, ours.labels) == (one.calls, one.labels)
+
+
+class Fails(Classifier):
+    """Whatever rows it gets, in the sixth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 5:
+            raise KeyError("a mistake") from OSError("of the disk")
+        return super().training_step(batch, batch_idx)
+
+
+def test_where_the_whole_batch_fails_as_well_the_error_is_that_of_the_slice(recwarn: Any) -> None:
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    with pytest.raises(KeyError, match="a mistake") as caught:
+        trainer.fit(Fails(), make_sorted_loader(), make_sorted_loader())
+    assert caught.value.__notes__ == ["In replica 0 on cpu, during training_step."]
+    assert isinstance(caught.value.__cause__, OSError), "not one that came of another attempt"
+    assert not [warning for warning in recwarn if "whole" in str(warning.message)]
+
+
+class WritesItsBatch(NeedsBoth):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].mul_(2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_that_slices_have_written_is_none_to_begin_with_again() -> None:
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    with pytest.raises(ValueError, match="one class only"):
+        trainer.fit(WritesItsBatch("training_step"), make_sorted_loader(), make_sorted_loader())
+
+
+def test_errors_that_have_a_remedy_of_their_own_are_not_of_slices() -> None:
+    assert may_be_of_slices(ValueError("any"))
+    assert not may_be_of_slices(dpx.ConfigurationError("ours"))
+    assert not may_be_of_slices(torch.OutOfMemoryError("out of memory"))
+    assert str(SliceError(ValueError("of\ntwo lines"))).startswith("ValueError: of")
