@@ -17,6 +17,7 @@ from lightning_dpx.lightning.rehearsal.comparison.number_judge import CHANGES
 from lightning_dpx.lightning.rehearsal.outcome import Key, Outcome
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import AttributeRules, ListPlace, MergeRules
+from lightning_dpx.replicas.buffer_sync import BufferRule
 from lightning_dpx.replicas.merging.rule_search import Finding
 
 Findings = tuple[dict[str, Finding], dict[str, Finding]]  # of what the step returns and keeps, and of what it logs
@@ -117,7 +118,7 @@ class KnownRules:
             loss_reduction=judge.loss_reduction,
             news=before.news,
             attributes=_attribute_rules(before.attributes, judge.attributes, findings),
-            buffers=judge.buffers,
+            buffers=_buffer_rules(before.buffers, judge),
             same_batch_sizes=judge.same_batch_sizes,
             metrics_give_slices=judge.metrics_give_slices,
             draws_once=judge.draws_once,
@@ -165,6 +166,22 @@ def _tell_undecided(key: Key, paths: frozenset[str], num_repeats: int) -> None:
 
 def _without(findings: Mapping[str, Finding], paths: frozenset[str]) -> dict[str, Finding]:
     return {path: one for path, one in findings.items() if path not in paths}
+
+
+def _buffer_rules(earlier: Mapping[str, BufferRule], judge: JudgingRules) -> dict[str, BufferRule]:
+    """How buffers come together after another rehearsal.
+
+    Args:
+        earlier: The rules until here.
+        judge: Of the rehearsal.
+    """
+    rules = dict(judge.buffers)
+    for name, rule in earlier.items():
+        fitting = judge.of_buffers.fitting.get(name)
+        # Beside a large count the few rows of a check are next to nothing, in half precision soon, and all rules fit.
+        if fitting is None or rule in fitting:
+            rules[name] = rule
+    return rules
 
 
 def _attribute_rules(earlier: AttributeRules, judge: AttributeJudge, findings: Mapping[str, Finding]) -> AttributeRules:
