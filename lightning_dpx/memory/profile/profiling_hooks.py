@@ -20,7 +20,7 @@ from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.profile.noted_calls import NotedCalls, SmallPart
 from lightning_dpx.memory.profile.trials import try_values
-from lightning_dpx.memory.profile.value_table import DeadValue, FoundValues
+from lightning_dpx.memory.profile.value_table import DeadValue, FoundValues, saved_sources
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
 from lightning_dpx.torch_compat import disable_current_modes, version_counter, view_base
@@ -250,7 +250,7 @@ class ProfilingHooks(Rematerialization):
                 self.found.dead.append(DeadValue(one, span, self.refused.get(one.name, "")))
             # It will never be made again, so what it would have been made from has one use less, and may be dead as
             # well: a chain of layers dies from its end.
-            waiting += _saved_sources(one)
+            waiting += saved_sources(one)
             one.forget_recipe()
 
     def try_new_values(self) -> None:
@@ -294,19 +294,6 @@ class ProfilingHooks(Rematerialization):
         asked, ends = self.log.held(end)
         calls = self.calls.calls(ends, self.found.storages, end)
         return calls, self.calls.holds(asked, ends) if calls else ()
-
-
-def _saved_sources(value: Value) -> list[Value]:
-    """What was saved of that which ``value`` is made from, also by way of what was not."""
-    found = []
-    waiting = list(value.sources)
-    while waiting:
-        source = waiting.pop()
-        if source.name:
-            found.append(source)
-        else:
-            waiting += source.sources
-    return found
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

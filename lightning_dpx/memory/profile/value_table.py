@@ -4,12 +4,14 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lightning_dpx.memory.execute.calls import SelectiveReplay
 from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.profile.data import SavedValue
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
 
 _OFFLOADED = "it cannot be made again, and a step that runs a backward of its own offloads nothing"
 _NOT_IN_GRAPH = "it does not come from the graph"
+_ONLY_BY_CALL = "it goes in the forward, and only the call of a module gives it again"
 
 
 class DeadValue:
@@ -27,8 +29,35 @@ class DeadValue:
         self.num_bytes: int = value.held().nbytes
         self.span = span
         # Weak, because the step lets go of values as it would without a profile.
-        self.sources: list[weakref.ref[Value]] = [weakref.ref(source) for source in value.sources]
+        self.sources: list[weakref.ref[Value]] = [weakref.ref(source) for source in saved_sources(value)]
         self.refused: str = "" if value.make is not None else refused or _NOT_IN_GRAPH
+        # A plan names the calls that are made again for what backward asks for, and only these are noted.
+        if _needs_call(value):
+            self.refused = _ONLY_BY_CALL
+
+
+def saved_sources(value: Value) -> list[Value]:
+    """What was saved of that which ``value`` is made from, also by way of what was not."""
+    found = []
+    waiting = list(value.sources)
+    while waiting:
+        source = waiting.pop()
+        if source.name:
+            found.append(source)
+        else:
+            waiting += source.sources
+    return found
+
+
+def _needs_call(value: Value) -> bool:
+    """Whether a module would be called again on the way to ``value``, as far back as to what is saved."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one.make, SelectiveReplay):
+            return True
+        waiting += (source for source in one.sources if not source.name)
+    return False
 
 
 class FoundValues:
