@@ -280,11 +280,13 @@ class ActivationPlanner(Callback):
     def _profiled_unsharded(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
         """The step of a module that ``fully_shard`` has spread, as what it was before, on fake tensors."""
         device = trainer.strategy.root_device
-        # The user's own module runs on fake tensors, and what it logs must not reach the Trainer.
-        log = StepLog(BatchSlice(Replica(0, device, module), 0, batch))
+        logs_of = BatchSlice(Replica(0, device, module), 0, batch)
 
         def step_on(inputs: Any) -> Callable[[], torch.Tensor | None]:
             def step() -> Any:
+                # The user's own module runs on fake tensors. What it logs must not reach the Trainer, and goes with the
+                # step: fakes that outlive it are warned of.
+                log = StepLog(logs_of)
                 with log.recording_alone(module), trainer.precision_plugin.train_step_context():
                     given = inputs
                     if isinstance(trainer.strategy, FSDPStrategy):

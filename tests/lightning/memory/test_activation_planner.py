@@ -34,6 +34,11 @@ def test_a_sharded_module_trains_to_the_same_bits_with_a_plan(found: list[dict[s
     assert [one["same"] for one in found] == [True, True]
 
 
+def test_what_a_sharded_step_logs_goes_with_the_profile(found: list[dict[str, Any]]) -> None:
+    """A warning told of fake tensors that outlived it, and forbade real steps in the process."""
+    assert [one["left"] for one in found] == [[], []]
+
+
 def test_all_processes_follow_the_plan_of_the_first(found: list[dict[str, Any]]) -> None:
     first, second = found
     assert first["dropped"] == second["dropped"]
