@@ -44,7 +44,7 @@ from lightning_dpx.memory import PLANNERS
 from lightning_dpx.memory.plan_cache import PlanCache
 from lightning_dpx.pictures import BatchSizePoint, Section, draw_batch_sizes, save_figure, write_page
 from lightning_dpx.progress import shown
-from lightning_dpx.units import MIB
+from lightning_dpx.units import unit_of_table
 
 HEADS = (
     "batch size", "precision", "rows", "micro-batches", "recomputed", "extra time", "peak", "budget", "samples/s",
@@ -381,14 +381,23 @@ def _as_json(candidates: Sequence[_Candidate], basis: str) -> str:
 
 def _as_table(candidates: Sequence[_Candidate], basis: str) -> str:
     how = f" {basis}" if basis else ""
-    table = format_rows(f"batch sizes, peak of the tightest device in MiB, predicted{how}:", HEADS, _cells(candidates))
+    unit, _ = _unit_of(candidates)
+    table = format_rows(
+        f"batch sizes, peak of the tightest device in {unit}, predicted{how}:", HEADS, _cells(candidates)
+    )
     plans = [device.plan for one in candidates for device in one.forecast.devices]
     if any(plan is not None and plan.micro_batches > 1 for plan in plans):
         return f"{table}\n{CHECKED_BY_A_RUN}"
     return table
 
 
+def _unit_of(candidates: Sequence[_Candidate]) -> tuple[str, int]:
+    """The unit of peaks and budgets, by name and in bytes."""
+    return unit_of_table(max(one.forecast.tightest.needed for one in candidates))
+
+
 def _cells(candidates: Sequence[_Candidate]) -> list[list[str]]:
+    _, unit = _unit_of(candidates)
     rows = []
     for one in candidates:
         device = one.forecast.tightest
@@ -404,8 +413,8 @@ def _cells(candidates: Sequence[_Candidate]) -> list[list[str]]:
                 "-" if plan is None else str(plan.micro_batches),
                 "-" if plan is None else str(plan.num_recomputed),
                 "-" if share is None else f"{share:.1%}",
-                f"{device.needed / MIB:.1f}",
-                f"{device.budget / MIB:.1f}" if device.budget else "-",
+                f"{device.needed / unit:.1f}",
+                f"{device.budget / unit:.1f}" if device.budget else "-",
                 speed,
                 measured,
                 "<- best" if one.is_best else "",
@@ -436,5 +445,6 @@ def _write_report(candidates: Sequence[_Candidate], basis: str, path: Path) -> N
     if path.suffix != ".html":
         save_figure(figure, path)
         return
-    text = f"Predicted for training steps{' ' + basis if basis else ''}, peaks in MiB."
+    unit, _ = _unit_of(candidates)
+    text = f"Predicted for training steps{' ' + basis if basis else ''}, peaks in {unit}."
     write_page(path, "dpx: batch size", [Section("Batch sizes", text, HEADS, _cells(candidates), [figure])])

@@ -48,6 +48,18 @@ def test_a_table_of_batch_sizes_for_devices_that_are_not_there(tmp_path: Path, c
     assert sum("<- best" in row for row in rows) == 1
 
 
+def test_peaks_are_in_a_unit_that_shows_them(tmp_path: Path, capsys: Any) -> None:
+    """As in the table of ``dpx plan``: a small model took 0.0 MiB."""
+    arguments = ["--config", config(tmp_path), "--devices", "cuda:0", "--batch-sizes", "1,2", "--budget", "900KiB"]
+    main(["tune", *arguments])
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert "peak of the tightest device in KiB" in title
+    for row in rows:
+        peak, budget = row.split()[6:8]
+        assert float(peak) >= 1
+        assert float(budget) == 900
+
+
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 @pytest.mark.parametrize("command", [["plan"], ["tune", "--batch-sizes", "64"]], ids=["plan", "tune"])
 def test_the_first_line_tells_whether_a_device_was_used(command: list[str], tmp_path: Path, capsys: Any) -> None:
