@@ -1,7 +1,9 @@
 """Lightning's own command line, as ``dpx`` uses it: everything of this package by name, and simulated devices."""
 
 import argparse
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +72,8 @@ class ConfigCLI(LightningCLI):
                 self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
             done()
-            print(f"dpx: {error}\ndpx {args[0]} --help shows all options.", file=sys.stderr)
+            told = [f"dpx: {error}", *_ways_out(str(error), args[0]), f"dpx {args[0]} --help shows all options."]
+            print("\n".join(told), file=sys.stderr)
             raise UnreadableArguments(ERROR) from error
 
     def before_instantiate_classes(self) -> None:
@@ -148,6 +151,22 @@ class InstantiateOnlyCLI(ConfigCLI):
     # Without subcommands, as with `run=False`, a LightningCLI would not read the config of a `fit`.
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing runs."""
+
+
+def _ways_out(said: str, command: str) -> Iterator[str]:
+    """What to write instead, where a config is one of a LightningCLI in a program of the user's own.
+
+    Args:
+        said: By the parser.
+        command: Such as ``fit``.
+    """
+    # Such a program names its classes in its code. Without a class_path they are taken for Lightning's base classes.
+    base = re.search(r"class_path '[\w.]*\.Lightning(Data)?Module'", said)
+    if base is not None:
+        key = "data" if base[1] else "model"
+        yield f"Name your class beside its arguments: '{key}: {{class_path: FILE.CLASS, init_args: ...}}'."
+    if f"does not accept option '{command}." in said:
+        yield f"dpx {command} takes what a config has below '{command}:', without that line."
 
 
 def _as_list(given: Any) -> list[Any]:

@@ -1,11 +1,13 @@
 """Lightning's command line, with simulated devices and this package's words for wrong values."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule
 
 import lightning_dpx as dpx
+from lightning_dpx.cli import main
 from lightning_dpx.commands.config import InstantiateOnlyCLI
 from tests.conftest import SIMULATED, Classifier
 
@@ -37,3 +39,25 @@ class Picky(Classifier):
 def test_a_value_that_is_refused_is_an_error_of_this_package() -> None:
     with pytest.raises(dpx.ConfigurationError, match="width=-1 is negative"):
         cli("--model.width=-1", model=Picky)
+
+
+@pytest.mark.parametrize(
+    ("written", "way_out"),
+    [
+        ("model: {width: 3}", "'model: {class_path: FILE.CLASS, init_args: ...}'"),
+        (
+            "model: {class_path: tests.conftest.Classifier}\ndata: {batch_size: 3}",
+            "'data: {class_path: FILE.CLASS, init_args: ...}'",
+        ),
+        ("fit: {model: {class_path: tests.conftest.Classifier}}", "what a config has below 'fit:', without that line"),
+    ],
+    ids=["model", "data", "section"],
+)
+def test_a_config_of_a_program_of_ones_own_is_refused_with_what_to_write(
+    written: str, way_out: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Such a program knows its classes, and its command line has sections."""
+    path = tmp_path / "run.yaml"
+    path.write_text(written)
+    assert main(["plan", "--config", str(path)]) == 1
+    assert way_out in capsys.readouterr().err
