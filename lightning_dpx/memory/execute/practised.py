@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.memory.execute.call_bytes import CallBytes
 from lightning_dpx.memory.execute.calls import repeating
 from lightning_dpx.memory.execute.graph_tape import ReachedValues
-from lightning_dpx.memory.execute.largest_inputs import LargestInputs
 from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
 from lightning_dpx.memory.execute.routine_forwards import OF_ANOTHER_STEP, FollowedForward, RoutineForward, SavedSizes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization, ValueActions
 from lightning_dpx.memory.execute.similar_values import Twins
+from lightning_dpx.memory.execute.step_peaks import StepPeaks
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.powers import is_power_of_two
-from lightning_dpx.torch_compat import (
-    current_graph_task_id,
-)
+from lightning_dpx.torch_compat import current_graph_task_id
 
 _MOST_PATIENCE = 1024  # forwards
 _MOST_UNTIL_ALL_IS_MET = 16  # forwards; some of a plan may be of no step at all
@@ -131,9 +128,8 @@ class Practised(Rematerialization):
         self._handles: list[Any] = []
         self._refused_before: set[str] = set()
         self._sizes = SavedSizes()
-        self._inputs = LargestInputs()
-        self._call_bytes = CallBytes()
-        self._peak_by_calls = 0  # of the last forward, where it kept to the routine
+        # Who watches asks for all that is unknown, and plans for that.
+        self._peaks = StepPeaks(twins if self._patience.follows_growth else None)
 
     @property
     def num_losses(self) -> int:
@@ -154,7 +150,7 @@ class Practised(Rematerialization):
     def active(self, inputs: Any = (), *, counts_waiting: bool = False) -> Iterator[None]:
         """As it says there; larger inputs are followed as the first ones were."""
         # What is kept outside of the stretches grows without a sign of it, and so do steps that drop nothing.
-        if self._patience.follows_growth and self._inputs.have_grown(inputs):
+        if self._patience.follows_growth and self._peaks.have_grown(inputs):
             with self._guard:
                 self._patience.begin_anew()
         # Even contexts that do nothing take as long as a small layer.
@@ -169,14 +165,14 @@ class Practised(Rematerialization):
         """Whether forwards only have to be looked at now and then."""
         if self._drops or self._learnt is None or not self._patience.follows_growth:
             return False
-        return not (_paths_of(self._learnt) or self._call_bytes.varying)
+        return not (_paths_of(self._learnt) or self._peaks.varying)
 
     @contextmanager
     def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
         """Around a forward."""
         forward = self._begun(pack, wrap)
         self._current.forward = forward
-        self._peak_by_calls = 0
+        self._peaks.begin()
         operands = forward.operands if isinstance(forward, FollowedForward) else nullcontext()
         try:
             if isinstance(forward, FollowedForward):
@@ -193,9 +189,11 @@ class Practised(Rematerialization):
                     forward.off()
             if isinstance(forward, FollowedForward):
                 self._learn(forward)
-                self._note_bytes(forward)
-            else:
-                self._look_at_calls(forward)
+                with self._guard:
+                    self._peaks.note(forward.calls, self.known.present())
+            elif self._peaks.look_at(forward.calls):
+                with self._guard:
+                    self._patience.begin_anew()
         finally:
             self._current.forward = None
             if isinstance(forward, RoutineForward):
@@ -216,7 +214,7 @@ class Practised(Rematerialization):
             self._running += 1
             if self._routine is not None:
                 # An entry tells a routine where it is; of these calls only the number matters.
-                counted = self._call_bytes.varying - _paths_of(self._routine)
+                counted = self._peaks.varying - _paths_of(self._routine)
                 return RoutineForward(pack, self.unpack, self.names, self._routine, self._sizes, counted)
         return FollowedForward(pack, wrap, self.unpack, self._sizes)
 
@@ -231,7 +229,7 @@ class Practised(Rematerialization):
             self.names.install()
             return
         self.names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
-        paths = _paths_of(routine) | self._call_bytes.varying
+        paths = _paths_of(routine) | self._peaks.varying
         for path in sorted(paths & self.names.parts.keys()):
             enter = _Enter(self, path)
             self._handles.append(self.names.parts[path].register_forward_pre_hook(enter, prepend=True))
@@ -255,34 +253,9 @@ class Practised(Rematerialization):
                 saved = {event.name for event in forward.events if isinstance(event, Saved)}
                 self._patience.spend(saved.union(forward.calls))
 
-    def _note_bytes(self, forward: FollowedForward) -> None:
-        """Learns what calls keep, from all that this forward has saved."""
-        # Who watches asks for all that is unknown, and plans for that.
-        if not self._patience.follows_growth or self.twins is None:
-            return
-        kept = list[tuple[str, int]]()
-        for value in self.known.present():
-            if value.tensor is not None and self.twins.is_of_step(value):
-                kept.append((value.name.rpartition(":")[0].partition("#")[0], value.tensor.nbytes))
-        with self._guard:
-            self._call_bytes.note(forward.calls, kept)
-
-    def _look_at_calls(self, forward: RoutineForward) -> None:
-        """Whether this forward has called more together than the budget is for."""
-        # Where all forwards have called the same, this one has, too, or has lost its routine.
-        if not self._call_bytes.varying or self.twins is None:
-            return
-        peak = self.twins.peak_of_calls(self._call_bytes.kept_by(forward.calls))
-        # Which call keeps a value depends on which of them comes first.
-        if self.twins.exceeds(peak, surely=True):
-            self._peak_by_calls = peak
-        elif self.twins.exceeds(peak, surely=False):
-            with self._guard:
-                self._patience.begin_anew()
-
     def peak_of_other_step(self) -> int:
         """Also of a forward that keeps to the routine, but calls more together than others did."""
-        return max(super().peak_of_other_step(), self._peak_by_calls)
+        return max(super().peak_of_other_step(), self._peaks.peak)
 
     def _uncalled(self, forward: FollowedForward) -> set[Entered]:
         """First calls of modules that this forward has not called: nothing is known of what is saved in them."""
