@@ -165,6 +165,9 @@ def _ways_out(said: str, command: str) -> Iterator[str]:
     if base is not None:
         key = "data" if base[1] else "model"
         yield f"Name your class beside its arguments: '{key}: {{class_path: FILE.CLASS, init_args: ...}}'."
+    # The parser names the section of the command line, which is no option.
+    if re.search(rf"required: .*\b{command}\.model\b", said):
+        yield f"Say what runs: dpx {command} --config FILE.yaml, with 'model: {{class_path: FILE.CLASS}}' in it."
     if f"does not accept option '{command}." in said:
         yield f"dpx {command} takes what a config has below '{command}:', without that line."
 

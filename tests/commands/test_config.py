@@ -49,9 +49,10 @@ def test_a_value_that_is_refused_is_an_error_of_this_package() -> None:
             "model: {class_path: tests.conftest.Classifier}\ndata: {batch_size: 3}",
             "'data: {class_path: FILE.CLASS, init_args: ...}'",
         ),
+        ("trainer: {max_epochs: 1}", "'model: {class_path: FILE.CLASS}' in it"),
         ("fit: {model: {class_path: tests.conftest.Classifier}}", "what a config has below 'fit:', without that line"),
     ],
-    ids=["model", "data", "section"],
+    ids=["model", "data", "none", "section"],
 )
 def test_a_config_of_a_program_of_ones_own_is_refused_with_what_to_write(
     written: str, way_out: str, tmp_path: Path, capsys: Any
