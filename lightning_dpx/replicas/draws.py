@@ -98,7 +98,13 @@ class ThreadDraws(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
             self.seen = True
-        return func(*args, **kwargs)
+        if self.seen or func.namespace == "aten":
+            return func(*args, **kwargs)
+        # An operator of a library does not say that it draws, and what it calls does not come here.
+        before = host_random_state()
+        result = func(*args, **kwargs)
+        self.seen = not torch.equal(before, host_random_state())
+        return result
 
 
 Source = Literal["torch", "others"]  # the host's generator of PyTorch; those of Python and NumPy, and of modules

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.preserve import GeneratorStates
-from lightning_dpx.replicas.draws import BatchDraws, DrawWatch, StepDraws, drawn_once
+from lightning_dpx.replicas.draws import BatchDraws, DrawWatch, StepDraws, ThreadDraws, drawn_once
 
 
 class Draws(nn.Module):
@@ -52,6 +52,18 @@ def test_draws_are_noticed_in_every_run_and_taken_back() -> None:
             assert watch.has_drawn(before)
             before.put_back()
             assert draw() == drawn_number
+
+
+@torch.library.custom_op("dpx_tests::add_noise", mutates_args=())
+def add_noise(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x + scale * torch.randn_like(x) if scale else x.clone()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_an_operator_of_a_library_is_seen_to_draw(scale: float) -> None:
+    with ThreadDraws() as own:
+        add_noise(torch.ones(2), scale).sum()
+    assert own.seen == bool(scale)
 
 
 def call(draw: Callable[[], object], *of_torch: int) -> StepDraws:
