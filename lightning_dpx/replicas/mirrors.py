@@ -11,7 +11,7 @@ rows.
 import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -96,7 +96,7 @@ class Mirror:
         source: The root's.
         copies: By the index of a replica.
         exchanged_containers: Whether, since it was made, the source got values that are containers themselves, or
-            other values in the place of such.
+            other values in the place of such; or got or lost modules.
     """
 
     def __init__(self, source: Any) -> None:
@@ -180,6 +180,8 @@ class SequenceMirror(Mirror):
         known = len(self._seen)
         if len(self.source) >= known and all(map(operator.is_, self._seen, self.source)):
             added = list(self.source)[known:]
+            if any(isinstance(item, nn.Module) for item in added):
+                self.exchanged_containers = True
             return [*expected[:known], *map(translate, added)]
         # In another order, or with items gone: what was known keeps its counterpart.
         pairs = {id(mine): theirs for mine, theirs in zip(self._seen, expected, strict=True)}
@@ -188,6 +190,9 @@ class SequenceMirror(Mirror):
         goes_on = _dropped_from_the_front(self._seen, self.source) < known
         is_window = getattr(self.source, "maxlen", None) is not None or goes_on
         if not is_window and any(_is_container(item) for item in self.source if id(item) not in pairs):
+            self.exchanged_containers = True
+        # Of a module all is followed that hooks do to it, and nothing of one that is gone, which would stay alive.
+        if _exchanges_modules(self._seen, self.source):
             self.exchanged_containers = True
         return [pairs[id(item)] if id(item) in pairs else translate(item) for item in self.source]
 
@@ -248,6 +253,8 @@ class MappingMirror(Mirror):
             # a step makes in its place is one for all.
             if _is_container(value) or _is_container(self._seen.get(key)):
                 self.exchanged_containers = True
+        if _exchanges_modules(self._seen.values(), self._items_of_source().values()):
+            self.exchanged_containers = True
         return result
 
     def _fill(self, copied: Any, items: dict[Any, Any]) -> None:
@@ -275,6 +282,12 @@ class MappingMirror(Mirror):
             _add_all(mine, theirs)
         elif not (is_new and key in self.source and isinstance(theirs, torch.Tensor)):
             self.source[key] = theirs  # of a cache that all replicas fill, the first one's entry stays
+
+
+def _exchanges_modules(before: Collection[Any], after: Collection[Any]) -> bool:
+    """Whether there is a module among the one and not among the other."""
+    modules = [{id(item) for item in items if isinstance(item, nn.Module)} for items in (before, after)]
+    return modules[0] != modules[1]
 
 
 def _is_container(value: Any) -> bool:

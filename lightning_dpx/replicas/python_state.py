@@ -63,7 +63,8 @@ class PythonState:
         # Parameters, buffers, submodules and hooks have ways of their own.
         private |= OF_EVERY_MODULE
         self._looked_after = _LookedAfter(skip, list(keep))
-        self._counterparts = Counterparts(self._root, Mirrors(HiddenModules(self._root, skip)), keep)
+        hidden = HiddenModules(self._root, skip, self._others)
+        self._counterparts = Counterparts(self._root, Mirrors(hidden), keep)
         # On one device the other replicas can use tensors as they are.
         several_devices = any(replica.device != self._root.device for replica in self._others)
         self._containers = SharedContainers(

@@ -1,5 +1,6 @@
 """What hooks do to a module in a list reaches the replicas' copies of it."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -110,8 +111,53 @@ def test_a_teacher_in_a_list_is_what_hooks_make_of_it(change: Any, execution: st
     assert_equal(weights[1], weights[0])
 
 
-def hidden_pair() -> tuple[HiddenModules, nn.Sequential, nn.Sequential]:
-    hidden = HiddenModules(Replica(0, CPU, nn.Linear(1, 1)))
+def take_the_place(teachers: list[nn.Module], teacher: nn.Module) -> None:
+    teachers[0] = teacher
+
+
+def come_beside(teachers: list[nn.Module], teacher: nn.Module) -> None:
+    teachers.append(teacher)
+
+
+class LearnsFromAnother(Classifier):
+    """A hook puts another teacher into the list, a later one changes it, and yet another one takes it out."""
+
+    def __init__(self, come: Callable[[list[nn.Module], nn.Module], None]) -> None:
+        super().__init__()
+        self.teachers: list[nn.Module] = [nn.Linear(8, 3)]
+        self.come = come
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.teachers[0].to(self.device)
+            self.come(self.teachers, nn.Sequential(nn.Linear(8, 3), nn.LeakyReLU()).to(self.device))
+        if batch_idx == 1:
+            self.teachers[-1][1].negative_slope = 3.0
+        if batch_idx == 2:
+            self.teachers[-1] = nn.Linear(8, 3).to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = sum(teacher(batch[0]) for teacher in self.teachers)
+        return (self.net(batch[0]) - wanted).square().mean()
+
+
+@pytest.mark.usefixtures("hardware")
+@pytest.mark.parametrize("come", [take_the_place, come_beside])
+def test_a_teacher_that_comes_later_is_followed_as_well(come: Any) -> None:
+    weights = []
+    for options in ({}, {"strategy": "dpx", "devices": 2}):
+        torch.manual_seed(0)
+        model = LearnsFromAnother(come)
+        make_trainer(**options).fit(model, make_loader(), make_loader(16))
+        weights.append(dict(model.state_dict()))
+    assert_equal(weights[1], weights[0])
+
+
+def hidden_pair(
+    other: Replica | None = None,
+) -> tuple[HiddenModules, nn.Sequential, nn.Sequential]:
+    hidden = HiddenModules(Replica(0, CPU, nn.Linear(1, 1)), others=() if other is None else (other,))
     mine, theirs = make_teacher(), make_teacher()
     for part, other in zip(mine.modules(), theirs.modules(), strict=True):
         hidden.add((0, "teacher"), 1, part, other)
@@ -143,6 +189,25 @@ def test_attributes_are_sent_and_what_is_exchanged_is_named_once() -> None:
     assert dict(hidden.pairs(1))[mine[1]] is theirs[1]
 
 
+def test_a_buffer_that_is_exchanged_in_every_step_is_sent_alone() -> None:
+    # All that leads to it, copied anew in every step, would take ten times as long as the step.
+    other = Replica(1, CPU, nn.Linear(1, 1))
+    hidden, mine, theirs = hidden_pair(other)
+    for number in range(1, 4):
+        hidden.sync(1, lambda value: value)
+        assert hidden.note() == []
+        rebind_buffer(mine, None)
+        hidden.sync(1, lambda value: value)
+        assert theirs[1].running_mean is not mine[1].running_mean
+        assert theirs[1].running_mean.tolist() == [float(number)] * 8
+    mine[1].running_mean.mul_(2)
+    other.hidden.follow()
+    assert theirs[1].running_mean.tolist() == [6.0] * 8, "what is written into it is followed from here on"
+    hidden.note()
+    mine[1].register_buffer("another", torch.zeros(1))
+    assert hidden.note() == [(0, "teacher")]
+
+
 def test_a_module_to_which_two_attributes_lead_is_forgotten_with_the_second() -> None:
     hidden, mine, theirs = hidden_pair()
     hidden.add((0, "twin"), 1, mine, theirs)
@@ -151,3 +216,13 @@ def test_a_module_to_which_two_attributes_lead_is_forgotten_with_the_second() ->
     assert not hidden.forget((0, "teacher"))
     assert hidden.forget((0, "twin"))
     assert len(hidden) == 0
+
+
+def test_no_module_that_is_gone_is_kept() -> None:
+    hidden, mine, theirs = hidden_pair()
+    hidden.sync(1, lambda value: value)
+    hidden.note()
+    assert hidden.forget((0, "teacher"))
+    gone = [weakref.ref(mine), weakref.ref(mine[0].weight), weakref.ref(theirs)]
+    del mine, theirs
+    assert [one() for one in gone] == [None, None, None]
