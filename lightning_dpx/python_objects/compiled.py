@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_dpx.python_objects.code_map import contents_of, function_in
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.reachable import globals_of
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
@@ -71,9 +72,9 @@ def _compiled_functions(kind: type) -> Iterator[str]:
 
 
 def _is_marked(value: Any) -> bool:
-    # A bound method answers with the attributes of its function; what is no dict is somebody else's answer.
-    held = getattr(value, "__dict__", None)
-    return isinstance(held, dict) and _MARK in held
+    # A bound method has the attributes of its function. A class may answer, or raise, whatever it is asked.
+    held = own_attributes(value.__func__ if isinstance(value, MethodType) else value)
+    return held is not None and _MARK in held
 
 
 def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -178,7 +178,9 @@ class _Search:
 
     def _add_names(self, function: Any) -> None:
         """What a function leads to: what it names, and what its closure holds."""
-        function = getattr(function, "__func__", function)
+        # By class: an object that answers for whatever it is asked may raise anything instead.
+        if isinstance(function, types.MethodType | staticmethod | classmethod):
+            function = function.__func__
         if not isinstance(function, types.FunctionType) or id(function) in self._covered:
             return
         if is_settled(function):
@@ -366,7 +368,9 @@ def globals_of(kind: type | types.FunctionType) -> Iterator[tuple[dict[str, Any]
     found: dict[int, tuple[dict[str, Any], set[str]]] = {}
     while waiting and len(seen) < _MAX_FUNCTIONS:
         function = waiting.pop()
-        function = getattr(function, "__func__", function)
+        # By class: an object that answers for whatever it is asked may raise anything instead.
+        if isinstance(function, types.MethodType | staticmethod | classmethod):
+            function = function.__func__
         if not isinstance(function, types.FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))

@@ -73,6 +73,34 @@ def test_functions_that_are_compiled_where_they_are_defined_have_names() -> None
     assert [is_compiled(part) for part in model] == [False, True, True, True]
 
 
+class Settings:
+    """Raises another error than AttributeError for what it does not have, and has no dict."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+
+SETTINGS = Settings()
+
+
+class NamesSettings(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * SETTINGS.scale
+
+
+class HasSettings(Layer):
+    settings = Settings()
+
+
+def test_an_object_that_raises_whatever_it_is_asked_is_not_compiled() -> None:
+    assert compiled_names(nn.Sequential(NamesSettings(), HasSettings())) == []
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 def test_code_that_is_compiled_leaves_alone_what_is_not_to_be_traced() -> None:
     outer, inner = Counting(), Counting()
