@@ -27,6 +27,7 @@ from lightning_dpx.memory.execute.calls import Call, base_of
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue, Origin, origin_of, part_of
 from lightning_dpx.memory.execute.graph_tape import GIVEN, GraphTape, known_value, mark_output
 from lightning_dpx.memory.execute.known_values import KnownValues
+from lightning_dpx.memory.execute.largest_inputs import tensors_in
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import RECIPES
@@ -53,7 +54,6 @@ from lightning_dpx.torch_compat import (
     DisableTorchFunction,
     is_functorch_wrapped_tensor,
     key_of,
-    tree_leaves,
     version_counter,
     view_base,
 )
@@ -376,10 +376,10 @@ def _is_parameter(base: torch.Tensor) -> bool:
 def _storages_in(inputs: Any) -> set[Any]:
     """The memory of the tensors among ``inputs``."""
     found = set()
-    for leaf in tree_leaves(inputs):
+    for tensor in tensors_in(inputs):
         # Others have several storages, or none.
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            found.add(key_of(leaf.untyped_storage()))
+        if tensor.layout is torch.strided:
+            found.add(key_of(tensor.untyped_storage()))
     return found
 
 
