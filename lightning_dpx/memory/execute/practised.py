@@ -165,6 +165,9 @@ class Practised(Rematerialization):
         """Whether forwards only have to be looked at now and then."""
         if self._drops or self._learnt is None or not self._patience.follows_growth:
             return False
+        # One that was followed has left hooks on all modules, which the next one takes off.
+        if self._routine is None:
+            return False
         return not (_paths_of(self._learnt) or self._peaks.varying)
 
     @contextmanager
