@@ -16,7 +16,7 @@ from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.step_beginning import StepBeginning
 from lightning_dpx.python_objects.compiled import compiled_names
-from lightning_dpx.replicas import MergeRules, SeenGenerators, ThreadDraws
+from lightning_dpx.replicas import MergeRules, ThreadDraws
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -64,7 +64,7 @@ class FirstDraws:
         self._name = name
         self._beginning = beginning
         self._rules = rules
-        self._after: SeenGenerators | None = None
+        self._after = beginning.generators  # where the slices have left them
 
     def follow(self) -> None:
         """Has the whole batch draw where slices have each drawn for themselves; else it is told as unchecked.
@@ -96,13 +96,15 @@ class FirstDraws:
             outputs = run()
         # Draws of Python and NumPy, as those of compiled code, show in the states alone.
         by_states = watch.has_drawn if is_compiled else watch.has_drawn_outside_torch
-        if own.seen or by_states(self._beginning.generators):
+        is_own = own.seen or by_states(self._beginning.generators)
+        # A step that seeds a generator leaves it where its slices have.
+        is_own = is_own or (watch.has_drawn(self._beginning.generators) and not watch.has_drawn(self._after))
+        if is_own:
             whole_batches.announce_batch(self._name, REASON, "", REASON)
             self._rules.news.is_pending = True
             return outputs
         # Else that thread would draw again what it has drawn.
-        if self._after is not None:
-            self._after.put_back()
+        self._after.put_back()
         # It would make every batch run twice.
         watch.is_of_others = True
         rank_zero_info(_OTHERS)

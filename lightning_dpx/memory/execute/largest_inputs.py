@@ -42,11 +42,15 @@ def tensors_in(inputs: Any) -> list[torch.Tensor]:
     """
     found: list[torch.Tensor] = []
     waiting = [inputs]
+    seen: set[int] = set()  # containers, one of which may hold itself
     while waiting:
         node = waiting.pop()
         if isinstance(node, torch.Tensor):
             found.append(node)
         elif type(node) in (list, tuple, dict):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
             items = node.values() if type(node) is dict else node
             waiting += [item for item in items if type(item) not in ATOMS]
         else:

@@ -446,6 +446,28 @@ def test_draws_of_another_thread_are_not_taken_for_those_of_the_step(
     assert caplog.text.count("another thread draws random numbers while steps run") == 1
 
 
+class SeedsLater(Model):
+    """Seeds the generator in each step of its second epoch, and draws in the last one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if not self.current_epoch:
+            return self.loss(batch)
+        torch.manual_seed(batch_idx)
+        rows = batch[0]
+        if batch_idx == 8:
+            rows = rows * torch.rand((), dtype=rows.dtype)
+        return self.loss((rows, batch[1]))
+
+
+def test_a_step_that_seeds_a_generator_is_not_taken_for_another_thread(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(9 * ROWS, ROWS)
+    with caplog.at_level("INFO"):
+        ours, said = fitted(SeedsLater, 2, loader, execution="inline")
+    assert ours == fitted(SeedsLater, loader=loader)[0]
+    assert "gets a batch whole" in said
+    assert "another thread draws" not in caplog.text
+
+
 class DropsLater(Model):
     """Drops in its second epoch, in compiled code, which tells how many rows it had."""
 

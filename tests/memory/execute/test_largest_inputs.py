@@ -41,6 +41,12 @@ def test_tensors_are_found_in_all_containers_of_pytree() -> None:
     assert len(tensors_in(inputs)) == 4 + len(tensors)
 
 
+def test_a_list_that_holds_itself_is_searched_once() -> None:
+    rows: list[Any] = [torch.ones(2)]
+    rows.append(rows)
+    assert len(tensors_in((rows,))) == 1
+
+
 def test_long_lists_of_words_are_not_flattened_in_every_step() -> None:
     calls = 0
 
