@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.module_calls import CallNames, opened_by
 from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
 from lightning_dpx.memory.execute.similar_values import KnownDecision, Room, Twins
@@ -28,12 +28,13 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
         plan: Which.
         watches: Whether the first steps are followed tensor by tensor, to tell of values that no plan knows.
     """
-    names = CallNames(module, again=plan.calls)
+    known = [decision.name for decision in plan.decisions]
+    names = CallNames(module, again=plan.calls, opened=opened_by(known, module))
     dropped = plan.names("recompute", "recompute each time")
     uncached = plan.uncached
     twins: Twins | None = None
     # What is saved in compiled code, and of sharded parameters, is not named by a plan.
-    if not names.compiled and not plan.units and not names.is_distributed:
+    if not names.runs_code and not plan.units and not names.is_distributed:
         # Who watches plans anew for larger batches.
         twins = Twins(module, decided_by(plan), Room(plan.budget, plan.peak, plan.saved_bytes or 0), grows=not watches)
     actions = ValueActions(
@@ -47,7 +48,7 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> R
         known=frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
     )
     # A routine switches hooks on and off at modules, and there are none inside of code.
-    if names.compiled:
+    if names.runs_code:
         return Rematerialization(names, actions, twins)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
     return Practised(names, trusted, actions, twins, watched=_WATCHED if watches else 1)

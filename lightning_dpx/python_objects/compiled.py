@@ -32,9 +32,9 @@ def compiled_names(module: nn.Module) -> list[str]:
     for path, child in module.named_modules():
         if _is_compiled_itself(child):
             found.append(path or "the module itself")
-        found.extend(f"{path}.{name}".lstrip(".") for name in _compiled_methods(child))
+        found.extend(f"{path}.{name}".lstrip(".") for name, _ in _compiled_methods(child))
     for kind in {type(child): None for child in module.modules()}:
-        found.extend(_compiled_functions(kind))
+        found.extend(name for name, _ in _compiled_functions(kind))
     return list(dict.fromkeys(found))
 
 
@@ -43,32 +43,41 @@ def is_compiled(module: nn.Module) -> bool:
 
     Its submodules do not count.
     """
-    return _is_compiled_itself(module) or bool(_compiled_methods(module)) or any(_compiled_functions(type(module)))
+    return _is_compiled_itself(module) or bool(functions_compiled_in(module))
+
+
+def functions_compiled_in(module: nn.Module) -> list[Any]:
+    """What ``torch.compile`` has made of methods of ``module``, and of functions that its class calls.
+
+    Empty where ``module`` is compiled itself, or nothing of the kind is.
+    """
+    if _is_compiled_itself(module):
+        return []
+    return [function for _, function in [*_compiled_methods(module), *_compiled_functions(type(module))]]
 
 
 def _is_compiled_itself(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or compiled_call_of(module) is not None
 
 
-def _compiled_methods(module: nn.Module) -> list[str]:
+def _compiled_methods(module: nn.Module) -> list[tuple[str, Any]]:
     # Its attributes are torch's: what it was made of is a submodule, and has its turn by itself.
     if isinstance(module, OptimizedModule):
         return []
     own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
-    return [name for name, value in own if callable(value) and _is_marked(value)]
+    return [(name, value) for name, value in own if callable(value) and _is_marked(value)]
 
 
-def _compiled_functions(kind: type) -> Iterator[str]:
-    """Names of compiled functions that the class ``kind`` defines or calls."""
+def _compiled_functions(kind: type) -> Iterator[tuple[str, Any]]:
+    """Compiled functions that the class ``kind`` defines or calls, with their names."""
     for base in kind.__mro__:
         for name, value in vars(base).items():
             function = function_in(value)
             # A class that a function defines calls what that function has made.
             held = contents_of(function) if isinstance(function, FunctionType) else []
-            if any(map(_is_marked, [function, *held])):
-                yield name
+            yield from ((name, each) for each in [function, *held] if _is_marked(each))
     for namespace, names in globals_of(kind):
-        yield from (name for name in names if _is_marked(namespace.get(name)))
+        yield from ((name, namespace[name]) for name in names if _is_marked(namespace.get(name)))
 
 
 def _is_marked(value: Any) -> bool:

@@ -60,7 +60,7 @@ from lightning_dpx.python_objects.origin import is_installed, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.preserve import GENERATOR_TYPES, is_generator, put_back, state_of
 from lightning_dpx.python_objects.reachable import globals_of, is_plain_function
-from lightning_dpx.torch_compat import COMPOSABLE_STATE, OpOverload, OpOverloadPacket
+from lightning_dpx.torch_compat import COMPILER_TYPES, COMPOSABLE_STATE, OpOverload, OpOverloadPacket
 from lightning_dpx.units import MIB
 
 # A LightningModule keeps what runs it under these names, and behind a trainer lies the whole run.
@@ -75,7 +75,7 @@ _CONSTANT = (
     operator.methodcaller, re.Pattern, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
     decimal.Decimal, uuid.UUID, logging.Logger, logging.Handler, np.generic, np.dtype, np.ufunc,
     type(threading.Lock()), type(threading.RLock()), threading.Condition, torch.Stream, torch.jit.ScriptFunction,
-    torch.utils.hooks.RemovableHandle,
+    torch.utils.hooks.RemovableHandle, *COMPILER_TYPES,
     OpOverload, OpOverloadPacket, torch.finfo, torch.iinfo,
 )  # fmt: skip
 _KNOWN = (

@@ -25,7 +25,9 @@ from lightning_dpx.torch_compat.compiler import (
     dynamo_config,
     find_compile_backend,
     functorch_config,
+    hook_compiled_function,
     inductor_compiler,
+    is_compiled_function,
     never_compile,
 )  # fmt: skip
 from lightning_dpx.torch_compat.distributed_tensors import (
@@ -145,7 +147,8 @@ from lightning_dpx.torch_compat.tensors import (
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
     "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
-    "compiler_apart", "COMPILER_TYPES", "CompileSettings", "COMPOSABLE_STATE", "current_function_mode",
+    "hook_compiled_function", "compiler_apart", "COMPILER_TYPES", "CompileSettings", "COMPOSABLE_STATE",
+    "current_function_mode",
     "current_graph_task_id", "default_store", "disable_current_modes", "DisableAutocast", "DisableFuncTorch",
     "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass", "dynamo_config",
     "end_legacy_profiler", "engine_code", "execution_engine", "fake_store", "FakeTensor", "FakeTensorMode",
@@ -154,7 +157,8 @@ __all__ = [
     "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of", "forward_pre_hooks_with_kwargs",
     "free_weak_storage", "function_modes", "functorch_config", "gathered_bytes", "gathered_parameters",
     "has_any_global_hook", "has_legacy_profiler", "has_storage", "inductor_compiler", "innermost_transform",
-    "is_any_autocast_enabled", "is_functorch_wrapped_tensor", "is_in_checkpoint", "is_layout_hook", "is_offloaded",
+    "is_any_autocast_enabled", "is_compiled_function", "is_functorch_wrapped_tensor", "is_in_checkpoint",
+    "is_layout_hook", "is_offloaded",
     "is_refused_by_modes", "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "is_view", "key_of",
     "len_torch_dispatch_stack", "len_torch_function_stack", "make_wrapper_subclass", "mark_as_parameter",
     "never_compile", "nodes_so_far", "number_of", "on_distributed_tensors",

@@ -1,7 +1,7 @@
 """How ``torch.compile`` has compiled a function, and with what; its modules are slow to import, so only where used."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,61 @@ def compile_settings_of(compiled: Any) -> CompileSettings | None:
     original = getattr(compiled, "_torchdynamo_orig_callable", None)
     if original is None or not inspect.isfunction(compiled):
         return None
-    context = inspect.getclosurevars(compiled).nonlocals.get("self")
-    if not isinstance(context, _TorchDynamoContext):
+    context = context_of(compiled)
+    if context is None:
         return None
     callback: Any = context.callback
     return CompileSettings(original, innermost_backend(callback), context.fullgraph, context._dynamic)
+
+
+def context_of(compiled: Any) -> Any:
+    """What holds the settings of a function that ``torch.compile`` has made; ``None`` for others."""
+    # A method that was decorated is bound to its object.
+    function = getattr(compiled, "__func__", compiled)
+    if not inspect.isfunction(function):
+        return None
+    context = inspect.getclosurevars(function).nonlocals.get("self")
+    return context if isinstance(context, _TorchDynamoContext) else None
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether ``torch.compile`` has made ``function``, and its calls can be watched."""
+    return context_of(function) is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledFunctionHandle:
+    """Takes off what :func:`hook_compiled_function` has put on.
+
+    Attributes:
+        context: What holds the settings of the function.
+        enter: What was put on.
+    """
+
+    context: Any
+    enter: Callable[[], Callable[[], None]]
+
+    def remove(self) -> None:
+        """From the next call on it is not called."""
+        self.context.enter_exit_hooks = [hook for hook in self.context.enter_exit_hooks if hook is not self.enter]
+
+
+def hook_compiled_function(compiled: Any, enter: Callable[[], Callable[[], None]]) -> CompiledFunctionHandle:
+    """Has ``enter`` called before each call of a compiled function, also of one that runs uncompiled.
+
+    Args:
+        compiled: What ``torch.compile`` has made of a function.
+        enter: Returns what is called when that call is over, also where it fails.
+
+    Raises:
+        ValueError: ``compiled`` is none; see :func:`is_compiled_function`.
+    """
+    context = context_of(compiled)
+    if context is None:
+        raise ValueError(f"A function that torch.compile has made is needed, and {compiled!r} is none.")
+    # Other threads may be going through the list, so each change makes another one.
+    context.enter_exit_hooks = [*context.enter_exit_hooks, enter]
+    return CompiledFunctionHandle(context, enter)
 
 
 def compiler_apart(backend: Any, *, fullgraph: bool, dynamic: bool | None) -> Any:

@@ -304,6 +304,9 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch._dynamo.optimize(backend='eager')._dynamic": PrivateName(
         why="a setting of a compiled function, likewise", without="likewise"
     ),
+    "torch._dynamo.optimize(backend='eager').enter_exit_hooks": PrivateName(
+        why="tells of the calls of compiled functions", without="no budget is met beside them"
+    ),
     "torch._dynamo.trace_rules": PrivateName(
         why="the compiler leaves code alone that compiled code calls, such as hooks of tensors that it saves",
         without="budgets fail beside functions that are compiled where they are defined",

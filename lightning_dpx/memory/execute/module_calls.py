@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +12,17 @@ from torch import nn
 from lightning_dpx.memory.execute.calls import Call, repeating
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
 from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
-from lightning_dpx.python_objects.compiled import is_compiled
-from lightning_dpx.torch_compat import DisableTorchFunction, compiled_call_of, is_traceable_wrapper_subclass
+from lightning_dpx.python_objects.compiled import functions_compiled_in, is_compiled
+from lightning_dpx.torch_compat import (
+    DisableTorchFunction,
+    compiled_call_of,
+    hook_compiled_function,
+    is_compiled_function,
+    is_traceable_wrapper_subclass,
+)
 
 _OF_NO_CALL = "?:0"  # no module has such a path, so no plan has such a name
+OF_CODE = "?"  # nor this one, with which names of calls of compiled functions begin
 
 
 class _Running:
@@ -50,6 +58,12 @@ class Listener(Protocol):
     def ends(self, call: Call) -> None:
         """A call is over."""
 
+    def code_begins(self) -> None:
+        """A compiled function begins."""
+
+    def code_ends(self) -> None:
+        """It is over."""
+
 
 class CallNames:
     """Which module call is running: hooks that stay on the modules and cost two list operations a call.
@@ -57,23 +71,31 @@ class CallNames:
     Args:
         module: The root; its own name is empty.
         again: Names of calls that may have to be made again.
+        opened: Paths of modules whose compiled functions are told from what they run beside them, of those that
+            :func:`openable` finds; others are one code with all of their parts.
 
     Attributes:
         again: As given.
         is_distributed: Whether parameters are tensors of which each process has a part.
         compiled: Paths of the parts that are compiled, in which there are no hooks, as of :func:`compiled_parts`.
+        closed: Of ``opened``, those whose compiled functions have called modules with hooks.
+        functions: The compiled functions of ``opened``, with the paths of those that call them.
+        runs_code: Whether anything is compiled.
         parts: The modules with hooks, by path.
         listener: Is told of the calls that are noted.
     """
 
-    def __init__(self, module: nn.Module, again: Container[str] = ()) -> None:
+    def __init__(self, module: nn.Module, again: Container[str] = (), opened: Collection[str] = ()) -> None:
         self.listener: Listener | None = None
         self._local = threading.local()
         self.again = again
         self._anatomies = Anatomies()
         self._running: list[_Running] = []
         self._handles: list[Any] = []
-        self.compiled: frozenset[str] = frozenset(compiled_parts(module))
+        self.compiled: frozenset[str] = frozenset(compiled_parts(module, opened))
+        self.closed: set[str] = set()
+        self.runs_code: bool = bool(self.compiled or opened)
+        self.functions: list[tuple[Any, frozenset[str]]] = _functions_of(module, opened)
         # Only where this holds is every saved tensor looked at for the part of it that is here.
         self.is_distributed: bool = any(map(is_traceable_wrapper_subclass, module.parameters()))
         self.parts: dict[str, nn.Module] = {}
@@ -87,6 +109,8 @@ class CallNames:
 
     def install(self, paths: Collection[str] | None = None) -> None:
         """Puts the hooks on: on all parts, or on those with these ``paths``."""
+        for function, owners in self.functions:
+            self._handles.append(hook_compiled_function(function, partial(self._enter_code, owners)))
         for path, part in self.parts.items():
             if paths is not None and path not in paths:
                 continue
@@ -130,10 +154,36 @@ class CallNames:
     @property
     def in_compiled_code(self) -> bool:
         """Whether the innermost running call is one of compiled code, which saves what it likes."""
-        if not self.compiled:
+        if not self.runs_code:
             return False
         stack = self.stack
-        return bool(stack) and stack[-1][0].partition("#")[0] in self.compiled  # type: ignore[index]
+        if not stack:
+            return False
+        return stack[-1][0] == OF_CODE or stack[-1][0].partition("#")[0] in self.compiled
+
+    def _enter_code(self, owners: frozenset[str]) -> Callable[[], None]:
+        """A compiled function that these modules call begins; gives what tells that it is over."""
+        stack = self.stack
+        # Within other code it is a part of that.
+        if stack is None or self.in_compiled_code:
+            return _do_nothing
+        stack.append([OF_CODE, 0, None, owners])
+        if self.listener is not None:
+            self.listener.code_begins()
+        return partial(self._leave_code, stack)
+
+    def _leave_code(self, stack: list[list[Any]]) -> None:
+        stack.pop()
+        if self.listener is not None:
+            self.listener.code_ends()
+
+    def is_called_by_code(self) -> bool:
+        """Whether the module call that begins or ends is one of a compiled function, and a part of it."""
+        stack = self.stack
+        if not stack or stack[-1][0] != OF_CODE:
+            return False
+        self.closed |= stack[-1][3]
+        return True
 
     @property
     def calls(self) -> dict[str, int]:
@@ -178,7 +228,7 @@ class CallNames:
     def call_that_makes(self, storage: int) -> Call | None:
         """The innermost of the running calls that was not given that memory, if it is noted, and heard all along."""
         # A call does not make what it was given, but the one around it may.
-        for _, _, noted in reversed(self.stack or ()):
+        for _, _, noted, *_ in reversed(self.stack or ()):
             call: Call | None = noted
             if call is not None and not any(argument.is_in(storage) for argument in call.arguments.tensors):
                 if call.is_counted:
@@ -194,7 +244,7 @@ class CallNames:
             return
         running.hears = hears
         if not hears:
-            for _, _, call in running.stack:
+            for _, _, call, *_ in running.stack:
                 if call is not None:
                     call.is_counted = False
 
@@ -228,13 +278,65 @@ class CallNames:
         self._handles = []
 
 
-def compiled_parts(module: nn.Module) -> list[str]:
-    """Paths of the parts that ``torch.compile`` has compiled; not of those inside others, which are one code."""
+def compiled_parts(module: nn.Module, opened: Collection[str] = ()) -> list[str]:
+    """Paths of the parts that ``torch.compile`` has compiled; not of those inside others, which are one code.
+
+    Args:
+        module: The root.
+        opened: Paths of those whose compiled functions alone are code.
+    """
     paths: list[str] = []
     for path, child in module.named_modules():  # outer ones first
-        if is_compiled(child) and not any(_is_inside(path, outer) for outer in paths):
+        if path not in opened and is_compiled(child) and not any(_is_inside(path, outer) for outer in paths):
             paths.append(path)
     return paths
+
+
+def openable(module: nn.Module) -> frozenset[str]:
+    """Paths of modules that call compiled functions and have most of the model, which may be called outside of these.
+
+    Smaller ones are replayed as a whole with the code in them.
+    """
+    found = set[str]()
+    size = _size_of(module)
+    for path, child in module.named_modules():
+        # A replay of what has most of the model would have most of the step there at once.
+        if (path and 2 * _size_of(child) <= size) or next(child.children(), None) is None:
+            continue
+        functions = functions_compiled_in(child)
+        if functions and all(map(is_compiled_function, functions)):
+            found.add(path)
+    return frozenset(found)
+
+
+def _size_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def opened_by(names: Iterable[str], module: nn.Module) -> frozenset[str]:
+    """Of those that :func:`openable` finds, the ones in whose parts a plan names anything.
+
+    Args:
+        names: Of all values and calls that the plan knows: where a profile has found parts within code, none are.
+        module: The root.
+    """
+    known = [name.rpartition(":")[0].partition("#")[0] if ":" in name else name.partition("#")[0] for name in names]
+    return frozenset(path for path in openable(module) if any(_is_inside(name, path) for name in known))
+
+
+def _functions_of(module: nn.Module, opened: Collection[str]) -> list[tuple[Any, frozenset[str]]]:
+    """The compiled functions of modules with the paths ``opened``: each once, with the paths of those that call it."""
+    owners: dict[int, tuple[Any, set[str]]] = {}
+    for path, child in module.named_modules():
+        if path not in opened:
+            continue
+        for function in functions_compiled_in(child):
+            owners.setdefault(id(function), (function, set()))[1].add(path)
+    return [(function, frozenset(paths)) for function, paths in owners.values()]
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _is_inside(path: str, outer: str) -> bool:
@@ -255,7 +357,7 @@ class _Enter(Passive):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         names = self._names
         stack = names.stack if names is not None else None
-        if names is not None and stack is not None:
+        if names is not None and stack is not None and not names.is_called_by_code():
             calls = names.calls
             calls[self._path] = number = calls.get(self._path, 0) + 1
             watch = names._local.running.watch
@@ -269,6 +371,8 @@ class _Enter(Passive):
         names = self._names
         stack = names.stack if names is not None else None
         if names is None or stack is None or len(stack) < 2:  # the first entry is the step's own
+            return
+        if names.is_called_by_code():
             return
         call = stack.pop()[2]
         if call is None:

@@ -133,13 +133,13 @@ class Rematerialization(GraphTape):
         self.known.begin()
         # Noting costs some us for every call of a torch function. So the first forward does it, and
         # later ones only if a recipe has asked for an operand in the forward before.
-        noting = self.wants_operands and not self.names.compiled  # code is compiled for the modes that are on
+        noting = self.wants_operands and not self.names.runs_code  # code is compiled for the modes that are on
         self.wants_operands = False
         pack: Pack = self._counted if self.names.again else self.pack
         if self.names.is_distributed:
             pack = partial(self._by_parts, pack)
         wrap: Callable[[Pack], Pack] = _unseen if noting else _as_it_is
-        if self.names.compiled:
+        if self.names.runs_code:
             wrap = torch.compiler.disable  # or it would be compiled as well
         try:
             with COLLECTOR.resting(), self.hooks(pack, wrap, noting=noting):
@@ -420,6 +420,12 @@ class _HoldsArguments:
 
     def ends(self, call: Call) -> None:
         """Nothing more is to be kept."""
+
+    def code_begins(self) -> None:
+        """Compiled functions are not made again alone."""
+
+    def code_ends(self) -> None:
+        """Likewise."""
 
 
 def _as_it_is(pack: Pack) -> Pack:

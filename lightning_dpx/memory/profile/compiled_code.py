@@ -11,7 +11,7 @@ profile gets those bytes. It runs again with compiled parts that save less, whic
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +25,21 @@ from torch import nn
 from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
-from lightning_dpx.memory.execute.module_calls import compiled_parts
+from lightning_dpx.memory.execute.module_calls import OF_CODE, CallNames
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, SavedCall
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
 from lightning_dpx.python_objects.leave_no_trace import untouched
-from lightning_dpx.torch_compat import compiled_call_of, key_of, tree_leaves
+from lightning_dpx.torch_compat import (
+    compiled_call_of,
+    hook_compiled_function,
+    key_of,
+    nodes_so_far,
+    number_of,
+    tree_leaves,
+)
 
+_Step = Callable[[Callable[[torch.Tensor], None]], None]
 _BACKWARD = "CompiledFunctionBackward"
 _SHARES = (0.0, 0.75, 0.5, 0.25)  # that compiled parts are tried with; the least first, as it tells whether any does
 _ROUNDING = 1e-3  # of the largest element of a gradient; other masks of a dropout make a tenth and more
@@ -120,6 +128,7 @@ class _CompiledCalls:
 
     Args:
         module: What runs.
+        names: Tell what is compiled in it.
         device: Where.
         accumulates: Whether backward adds to gradients that are there.
         count: How many calls there are in a step, if it is to watch bytes.
@@ -128,7 +137,9 @@ class _CompiledCalls:
         seen: By the name of the call.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, accumulates: bool, count: int = 0) -> None:
+    def __init__(
+        self, module: nn.Module, names: CallNames, device: torch.device, *, accumulates: bool, count: int = 0
+    ) -> None:
         self.seen: dict[str, _Seen] = {}
         self._bytes = _Bytes(device)
         self._seconds = _Seconds(device)
@@ -145,7 +156,7 @@ class _CompiledCalls:
         self._handles: list[Any] = []
         self._root: _Seen | None = None
         parts = dict(module.named_modules())
-        for path in compiled_parts(module):
+        for path in sorted(names.compiled):
             # The first gradients that a backward makes stay, and are no activations; where it adds
             # to earlier ones, its own are gone at its end and count.
             gradients: list[int] = []
@@ -154,6 +165,11 @@ class _CompiledCalls:
                     if parameter.requires_grad:
                         gradients.append(parameter.nbytes)
             self._hook(path, parts[path], gradients)
+        self._accumulates = accumulates
+        self._ranges: list[tuple[int, int, _Seen]] = []  # the first node that a function makes, and the next
+        # Where all of the step is one code, they are in it.
+        for function, _ in names.functions if self._root is None else ():
+            self._handles.append(hook_compiled_function(function, self._enter_function))
 
     def _hook(self, path: str, part: nn.Module, gradients: Sequence[int]) -> None:
         if not path:
@@ -169,7 +185,7 @@ class _CompiledCalls:
             self._handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(part.register_forward_hook(self._leave, always_call=True))
 
-    def watch(self, step: Callable[[], None]) -> dict[str, _Seen]:
+    def watch(self, step: _Step) -> dict[str, _Seen]:
         """Runs a step, and gives what was seen."""
         # What autograd calls within compiled code would be compiled as well.
         pack: Any = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
@@ -180,7 +196,7 @@ class _CompiledCalls:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
                 if self._root is not None:
                     self._before(self._root, None)
-                step()
+                step(self._find_backwards)
                 if self._root is not None:
                     self._after(self._root, None, None)
         finally:
@@ -194,8 +210,11 @@ class _CompiledCalls:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._given = {key_of(tensor.untyped_storage()) for tensor in given if tensor.layout is torch.strided}
         # By the names that CallNames gives to calls.
-        self._running = seen = self.seen[path if number == 1 else f"{path}#{number}"] = _Seen(gradients)
+        seen = self._begin(path if number == 1 else f"{path}#{number}", gradients)
         seen.kind = type(uncompiled_of(module))
+
+    def _begin(self, name: str, gradients: Sequence[int]) -> _Seen:
+        self._running = seen = self.seen[name] = _Seen(gradients)
         if self._count:
             self._live += self._bytes.end().stays  # nothing before the first of all
             seen.begin = self._live
@@ -204,12 +223,47 @@ class _CompiledCalls:
             self._bytes.begin()
         else:
             self._seconds.begin()
+        return seen
+
+    def _enter_function(self) -> Callable[[], None]:
+        # Within other code it is a part of that.
+        if self._running is not None:
+            return _do_nothing
+        self._given = set()
+        self._begin(f"{OF_CODE}{len(self._ranges)}", [])
+        return partial(self._leave_function, nodes_so_far())
+
+    def _leave_function(self, first: int) -> None:
+        seen = self._end()
+        if seen is not None:
+            self._ranges.append((first, nodes_so_far(), seen))
+
+    def _find_backwards(self, result: torch.Tensor) -> None:
+        """Watches the backwards of functions, whose outputs nobody has shown, in the graph of ``result``."""
+        found: list[list[Any]] = [[] for _ in self._ranges]
+        for node in _graph_of(result) if self._ranges else ():
+            for nodes, (first, end, _) in zip(found, self._ranges, strict=True):
+                if first <= number_of(node) < end:
+                    nodes.append(node)
+        for nodes, (_, _, seen) in zip(found, self._ranges, strict=True):
+            self._watch_backward(nodes, seen)
+            if not self._accumulates:
+                leaves = [getattr(node, "variable", None) for each in nodes for node, _ in each.next_functions]
+                seen.gradients = [leaf.nbytes for leaf in leaves if leaf is not None]
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        seen = self._end()
+        if seen is None:
+            return
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self._watch_backward({leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None}, seen)
+
+    def _end(self) -> _Seen | None:
+        """The running call is over; gives it, if one was running."""
         seen = self._running
         self._running = None
         if seen is None:
-            return
+            return None
         if self._count:
             taken = self._bytes.end()
             self._live += taken.stays
@@ -222,8 +276,9 @@ class _CompiledCalls:
                 self._bytes.begin()
         else:
             seen.seconds += self._seconds.end()
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        nodes = {leaf.grad_fn for leaf in outputs if leaf.grad_fn is not None}
+        return seen
+
+    def _watch_backward(self, nodes: Collection[Any], seen: _Seen) -> None:
         # Code in one piece has one node for all of its outputs, round whose backward the account
         # can be taken; of a call that was compiled in several pieces nothing is known.
         if [node.name() for node in nodes] == [_BACKWARD]:
@@ -259,24 +314,33 @@ class _Trials:
 
     Args:
         module: What runs.
-        step: A forward and its backward.
+        names: Tell what is compiled in it.
+        step: A forward and its backward; what it is given is told of the result of the forward in between.
         device: Whose memory.
         accumulates: Whether backward adds to gradients that are there.
     """
 
-    def __init__(self, module: nn.Module, step: Callable[[], None], device: torch.device, *, accumulates: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: CallNames,
+        step: _Step,
+        device: torch.device,
+        *,
+        accumulates: bool,
+    ) -> None:
         self._module = module
         self._step = step
         self._device = device
         self._accumulates = accumulates
-
-        self._paths = compiled_parts(module)
+        self._names = names
 
     def by_share(self) -> dict[float, dict[str, _Seen]]:
         """What was seen of every call, by the share that its part was allowed; 1 is as it is."""
         found = {1.0: self._bytes(1.0)}
         expected = self._gradients()
-        for share in _SHARES:
+        # Functions are compiled as they are.
+        for share in _SHARES if self._names.compiled else ():
             seen = self._bytes(share)
             gradients = self._gradients()
             # What saves no less with the least share does not with others either, and every trial compiles.
@@ -301,7 +365,7 @@ class _Trials:
 
     @contextmanager
     def _sharing(self, share: float) -> Iterator[None]:
-        code = CodeShares(self._module, dict.fromkeys(self._paths, share) if share < 1 else {})
+        code = CodeShares(self._module, dict.fromkeys(self._names.compiled, share) if share < 1 else {})
         try:
             yield
         finally:
@@ -313,7 +377,7 @@ class _Trials:
             return self._watch(count=len(seen))
 
     def _watch(self, *, count: int = 0) -> dict[str, _Seen]:
-        watch = _CompiledCalls(self._module, self._device, accumulates=self._accumulates, count=count)
+        watch = _CompiledCalls(self._module, self._names, self._device, accumulates=self._accumulates, count=count)
         devices = [] if is_host(self._device) else [self._device]
         # The same random numbers in every step, or gradients could not be compared.
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
@@ -384,7 +448,8 @@ def most_without(taken: OperatorMemory, gradients: Sequence[int]) -> int:
 def with_compiled_code(
     profile: Profile,
     module: nn.Module,
-    step: Callable[[], None],
+    names: CallNames,
+    step: _Step,
     device: torch.device,
     *,
     accumulates: bool,
@@ -394,12 +459,14 @@ def with_compiled_code(
     Args:
         profile: Of the uncompiled step.
         module: What runs.
-        step: A forward and its backward, which leave no trace; what is not compiled yet, is.
+        names: Tell what is compiled in it.
+        step: A forward and its backward, which leave no trace; what is not compiled yet, is. What it is given is told
+            of the result of the forward in between.
         device: Whose memory.
         accumulates: Whether backward adds to gradients that are there, and its own are gone afterwards.
     """
     with untouched(module):
-        by_share = _Trials(module, step, device, accumulates=accumulates).by_share()
+        by_share = _Trials(module, names, step, device, accumulates=accumulates).by_share()
     itself = by_share[1.0]
     curve = np.array(profile.curve, dtype=np.int64)
     spans: Sequence[CompiledCall] = profile.codes
@@ -436,7 +503,7 @@ def _calls_of_code(calls: Sequence[SavedCall], seen: Mapping[str, _Seen]) -> tup
 def _measured(curve: np.ndarray, calls: Sequence[CompiledCall], seen: Mapping[str, _Seen]) -> np.ndarray:
     """The bytes of the uncompiled step, ``curve``, as they are with compiled calls."""
     moments: list[tuple[int, int]] = []  # event, and how many bytes more are there
-    start = int(curve[calls[0].begin]) if calls else 0
+    start = int(curve[calls[0].begin]) - seen[calls[0].name].begin if calls else 0
     for call in calls:
         each = seen[call.name]
         moments.append((call.begin, start + each.begin - int(curve[call.begin])))
@@ -458,12 +525,30 @@ def _measured(curve: np.ndarray, calls: Sequence[CompiledCall], seen: Mapping[st
 def _runs(name: str, by_share: Mapping[float, Mapping[str, _Seen]]) -> tuple[CodeRun, ...]:
     """How a call runs with each share, the largest first; only as it is where its backward cannot be told."""
     runs: list[CodeRun] = []
-    for share in sorted(by_share, reverse=True):
+    # Of functions no plan says anything.
+    for share in [1.0] if name.startswith(OF_CODE) else sorted(by_share, reverse=True):
         seen = by_share[share][name]
         if runs and (seen.backward < 0 or _bytes_of(seen) == (runs[-1].forward, runs[-1].stays, runs[-1].backward)):
             continue
         runs.append(CodeRun(share, *_bytes_of(seen), seen.seconds))
     return tuple(runs)
+
+
+def _graph_of(result: torch.Tensor) -> Iterator[Any]:
+    """The nodes that a backward from ``result`` runs."""
+    waiting = [result.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            yield node
+            further = {following for following, _ in node.next_functions} - seen
+            seen |= further
+            waiting += further
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

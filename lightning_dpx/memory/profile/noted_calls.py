@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.memory.execute.calls import Call
-from lightning_dpx.memory.execute.module_calls import CallNames
+from lightning_dpx.memory.execute.module_calls import OF_CODE, CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
 from lightning_dpx.memory.execute.recorded_collectives import Collective, RecordsCollectives, needed
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
@@ -61,12 +61,14 @@ class _Span:
     """The events between which backward uses a small tensor of a call.
 
     Attributes:
-        call: The number of the noted call that saves it.
+        call: The number of the noted call that saves it; -1 for none.
+        function: The number of the call of a compiled function that saves it; -1 for none.
         asked: Event, -1 if it never does.
         end: Event, -1 if it is still there.
     """
 
     call: int
+    function: int = -1
     asked: int = -1
     end: int = -1
 
@@ -133,7 +135,10 @@ class NotedCalls:
         self._small: list[_Span] = []
         self._codes: list[tuple[int, int]] = []  # the first node that a call of compiled code makes, and the next
         self._entered = 0  # the first node of the running one
-        self._begun = set[int]()  # calls of whose small tensors backward has asked for one
+        self._functions: list[tuple[int, int]] = []  # the events between which compiled functions run
+        self._function = -1  # the number of the running one
+        self._around_code = set[int]()  # numbers of calls in which compiled functions ran
+        self._begun = set[tuple[int, int]]()  # calls of whose small tensors backward has asked for one
         self._collectives = _NotedCollectives(self, trace)
 
     @property
@@ -182,7 +187,8 @@ class NotedCalls:
 
     def ends(self, call: Call) -> None:
         """A call is over."""
-        noted = self._noted[self._open.pop()]
+        number = self._open.pop()
+        noted = self._noted[number]
         if noted.call is not call:  # some call has ended without telling, so the numbers are wrong
             self._open.clear()
             self._noted.clear()
@@ -201,6 +207,7 @@ class NotedCalls:
             noted.random = self._random[1]
         if (
             call.obstacle
+            or number in self._around_code
             or noted.count < fewest
             or self.units.holds_units(call.name.partition("#")[0])
             or not self._can_be_given_again(noted)
@@ -220,12 +227,27 @@ class NotedCalls:
                 # is tried.
                 noted.given[at] = weakref.ref(value)
 
+    def code_begins(self) -> None:
+        """A compiled function begins."""
+        # What is saved in it is not known tensor by tensor, so no replay of a call round it is counted on.
+        self._around_code.update(self._open)
+        # As for parts that are compiled, both of its ends are events.
+        self._function = len(self._functions)
+        self._functions.append((self._trace.mark(), -1))
+        self._entered = nodes_so_far()
+
+    def code_ends(self) -> None:
+        """It is over."""
+        self._codes.append((self._entered, nodes_so_far()))
+        self._functions[self._function] = (self._functions[self._function][0], self._trace.mark())
+        self._function = -1
+
     def _can_be_given_again(self, noted: NotedCall) -> bool:
         """Whether what collectives gave in the call is there for a replay, which asks no other process."""
         if not noted.met:
             return True
         # What is compiled would run eagerly where operators are watched, and give other bits.
-        if not noted.call.is_distributed or self._names.compiled:
+        if not noted.call.is_distributed or self._names.runs_code:
             return False
         # A replay that draws from unknown states goes on to the call's end.
         if not noted.call.draws.drew or noted.random is not None:
@@ -249,22 +271,23 @@ class NotedCalls:
     def part(self, tensor: torch.Tensor, held: Unnamed) -> Unnamed | SmallPart:
         """What autograd is to hold for a tensor without a name: the next one that is packed."""
         innermost = self._open[-1] if self._open else -1
-        if innermost < 0:
+        if innermost < 0 and self._function < 0:
             return held
         # What was there before the step gives no memory free, whatever is replayed.
         made = [part for part in with_memory_in(tensor) if allocation_of(part, self._trace) is not None]
         if not made:
             return held
         self._saved.small_bytes[len(self._saved.held)] = sum(part.nbytes for part in made)
-        self._small.append(_Span(innermost))
+        self._small.append(_Span(innermost, self._function))
         return SmallPart(held, self, len(self._small) - 1)
 
     def small_is_asked(self, number: int) -> None:
         """Backward asks for a small tensor; for the first one of a call that is an event of its own."""
         span = self._small[number]
         if span.asked < 0:
-            span.asked = self._trace.now if span.call in self._begun else self._trace.mark()
-            self._begun.add(span.call)
+            of_call = span.call, span.function
+            span.asked = self._trace.now if of_call in self._begun else self._trace.mark()
+            self._begun.add(of_call)
 
     def small_goes(self, number: int) -> None:
         """Autograd lets go of a small tensor."""
@@ -312,19 +335,27 @@ class NotedCalls:
         return places
 
     def compiled(self) -> tuple[CompiledCall, ...]:
-        """The calls of compiled parts whose backward asks for something, in order."""
-        asked: dict[int, int] = {}
-        over: dict[int, int] = {}
-        for span in self._small:
-            if span.asked >= 0:
-                asked[span.call] = min(asked.get(span.call, span.asked), span.asked)
-                end = self._trace.now if span.end < 0 else span.end
-                over[span.call] = max(over.get(span.call, end), end)
+        """The calls of compiled parts and functions whose backward asks for something, in order."""
+        of_parts = self._used_by(lambda span: span.call)
+        of_functions = self._used_by(lambda span: span.function)
         found = []
         for number, noted in enumerate(self._noted):
-            if number in asked and self._is_compiled(noted.call):
-                found.append(CompiledCall(noted.call.name, noted.begin, noted.end, asked[number], over[number]))
-        return tuple(found)
+            if number in of_parts and self._is_compiled(noted.call):
+                found.append(CompiledCall(noted.call.name, noted.begin, noted.end, *of_parts[number]))
+        for number, (begin, end) in enumerate(self._functions):
+            if number in of_functions:
+                found.append(CompiledCall(f"{OF_CODE}{number}", begin, end, *of_functions[number]))
+        return tuple(sorted(found, key=lambda code: code.begin))
+
+    def _used_by(self, number_of_call: Callable[[_Span], int]) -> dict[int, tuple[int, int]]:
+        """The events at which backward first asks for small tensors of calls, and lets go of the last, by number."""
+        used: dict[int, tuple[int, int]] = {}
+        for span in self._small:
+            if span.asked >= 0:
+                end = self._trace.now if span.end < 0 else span.end
+                asked, over = used.get(number_of_call(span), (span.asked, end))
+                used[number_of_call(span)] = min(asked, span.asked), max(over, end)
+        return used
 
     def is_of_code(self, node: Any) -> bool:
         """Whether a call of compiled code that is over has made ``node``."""

@@ -29,7 +29,7 @@ from torch import nn
 from lightning_dpx.devices import is_host, keeps_workspaces, raises_out_of_memory, synchronize, take_workspaces
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
-from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts
+from lightning_dpx.memory.execute.module_calls import CallNames, compiled_parts, openable
 from lightning_dpx.memory.execute.recipes import own_recipes
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
@@ -169,10 +169,11 @@ class _Step:
             elif self.accumulates and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def __call__(self) -> None:
-        """Forward and backward."""
+    def __call__(self, look: Callable[[torch.Tensor], None]) -> None:
+        """Forward and backward; ``look`` gets what the forward returns, before the backward."""
         result = self.forward()
         if result is not None:
+            look(result)
             self.backward(result)
 
 
@@ -194,11 +195,10 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
         if step.is_worth is not None and not step.is_worth(times[0]):
             raise NotWorthProfilingError(times[0])
     accumulates = step.finds_gradients  # the steps below leave some
-    profile = _watched(step)
+    profile, names = _watched(step)
     if compiled:
-        profile = _with_compiled_code(
-            step, profile, accumulates=accumulates, runs=times is not None and is_host(costs.device)
-        )
+        runs = times is not None and is_host(costs.device)
+        profile = _with_compiled_code(step, profile, names, accumulates=accumulates, runs=runs)
     bookkeeping = costs.bookkeeping()
     if times is None:
         return with_bookkeeping(profile, bookkeeping)
@@ -213,11 +213,11 @@ def _profiled(step: _Step, compiled: bool) -> Profile:
     return with_bookkeeping(profile, bookkeeping)
 
 
-def _with_compiled_code(step: _Step, profile: Profile, *, accumulates: bool, runs: bool) -> Profile:
+def _with_compiled_code(step: _Step, profile: Profile, names: CallNames, *, accumulates: bool, runs: bool) -> Profile:
     """The profile of a step that was watched uncompiled, with what its compiled parts take and could save less."""
     if runs and not step.by_hand:
         at("watching compiled code")
-        return with_compiled_code(profile, step.module, step, step.costs.device, accumulates=accumulates)
+        return with_compiled_code(profile, step.module, names, step, step.costs.device, accumulates=accumulates)
     warnings.warn(
         "What compiled code takes inside itself is predicted from its operators one by one, as it was not run, and the "
         "peak may be another one.",
@@ -258,9 +258,24 @@ def _with_planned_steps(
     return profile, bookkeeping
 
 
-def _watched(step: _Step) -> Profile:
-    """The step operator by operator: first how long its tensors live by themselves, then all that it saves."""
-    names = CallNames(step.module)
+def _watched(step: _Step) -> tuple[Profile, CallNames]:
+    """The step operator by operator: first how long its tensors live by themselves, then all that it saves.
+
+    Returns:
+        What was found, and what has told of calls, which knows by now what is one code.
+    """
+    opened = openable(step.module)
+    while True:
+        names = CallNames(step.module, opened=opened)
+        profile = _watched_with(names, step)
+        if profile is not None and not names.closed:
+            return profile, names
+        # Compiled functions that call modules of their own: in a step that is compiled there are no hooks on these.
+        opened = opened - names.closed
+
+
+def _watched_with(names: CallNames, step: _Step) -> Profile | None:
+    """The step with its calls told by ``names``; ``None`` where code has called modules with hooks."""
     try:
         if names.is_distributed and not step.costs.times_steps:
             # The first time an operator meets distributed tensors, torch runs it on fakes to find what its
@@ -272,8 +287,8 @@ def _watched(step: _Step) -> Profile:
         names.remove()
 
 
-def _watched_by(names: CallNames, step: _Step) -> Profile:
-    """The step operator by operator, its calls told by ``names``."""
+def _watched_by(names: CallNames, step: _Step) -> Profile | None:
+    """The step operator by operator, its calls told by ``names``, as :func:`_watched_with` gives it."""
     costs = step.costs
     counts = CallCounts()
     names.listener = None
@@ -291,6 +306,8 @@ def _watched_by(names: CallNames, step: _Step) -> Profile:
             with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
                 lifetimes = natural_lifetimes(names, step.run, costs, step.context, copies=True)
         end_run(step.run)
+        if names.closed:
+            return None
         with uncompiled(), costs.preserve_module_state(step.module), torch.enable_grad():
             at("watching a step")
             # Python's collector rests, so what the last run has left in cycles is still there, and

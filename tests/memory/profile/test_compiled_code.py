@@ -95,6 +95,106 @@ def test_what_compiled_code_gives_to_others_is_not_counted_on_to_be_made_operato
     dpx.remove_plan(model)
 
 
+@torch.compile(backend=CHEAP)
+def loss_by_name(outputs: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(outputs, 1).mean()
+
+
+class WithLoss(nn.Module):
+    """Submodules, operators of its own, and a compiled function beside them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(64, 512)
+        if form == "attribute":
+            self.compute_loss = torch.compile(lambda outputs: torch.logsumexp(outputs, 1).mean(), backend=CHEAP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(x + layer(x))
+        return self.compute_loss(self.head(x))
+
+
+class ByName(WithLoss):
+    def compute_loss(self, outputs: torch.Tensor) -> torch.Tensor:
+        return loss_by_name(outputs)
+
+
+class Inside(WithLoss):
+    @torch.compile(backend=CHEAP)
+    def compute_loss(self, outputs: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(outputs, 1).mean()
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ByName("by name")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(x)
+
+
+def with_loss(form: str) -> nn.Module:
+    torch.manual_seed(0)
+    if form == "nested":
+        return Whole()
+    return {"attribute": WithLoss, "by name": ByName, "decorated": Inside}[form](form)
+
+
+@pytest.mark.parametrize("form", ["attribute", "by name", "decorated", "nested"])
+def test_what_runs_beside_a_compiled_function_is_planned_and_keeps_its_budget(form: str) -> None:
+    model, x = with_loss(form), torch.randn(1024, 64)
+    peak(model, x)
+    without = peak(model, x)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for share in (0.8, 0.6):
+        plan = dpx.search_plan(model, x, budget=int(share * without))
+        dpx.apply_plan(model, plan)
+        peak(model, x)
+        assert peak(model, x) <= 1.01 * share * without
+        assert_close([parameter.grad for parameter in model.parameters()], gradients, atol=0, rtol=0)
+        dpx.remove_plan(model)
+        model.zero_grad()
+
+
+class CallsParts(WithLoss):
+    def compute_loss(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_of_it(x)
+
+    @torch.compile(backend=CHEAP, fullgraph=True)
+    def all_of_it(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x)).mean()
+
+
+def test_a_compiled_function_that_calls_submodules_is_one_code_with_them() -> None:
+    model, x = CallsParts("parts"), torch.randn(256, 64)
+    profile = profile_step(model, lambda: model(x).sum(), torch.device("cpu"))
+    assert not profile.values
+    assert [code.name for code in profile.codes] == [""]
+
+
+class Fusing(WithLoss):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(x + activation(layer(x)))
+        return self.head(x)
+
+
+def test_what_a_compiled_function_saves_is_counted_by_its_own_bytes() -> None:
+    torch.manual_seed(0)
+    model, x = Fusing("beside"), torch.randn(2048, 64)
+    peak(model, x)
+    without = peak(model, x)
+    assert dpx.search_plan(model, x, budget=1.0).peak == pytest.approx(without, rel=0.01)
+
+
 def test_a_function_that_is_compiled_where_it_is_defined_stays_so() -> None:
     layers = [nn.Sequential(nn.Linear(64, 256), CallsByName(), nn.Linear(256, 64)) for _ in range(4)]
     model, x = nn.Sequential(*layers), torch.randn(1024, 64)
