@@ -52,9 +52,10 @@ class EvaluationFlow:
             is_known = True
         if len(slices) == 1 and not session.has_processes:
             batch = session.batches.for_replica(slices[0], loader_index(args))
-            outputs = session.alone(name, (batch, *args[1:]), kwargs)
+            with session.replicas.python_state.iterators_of_whole_batch():
+                outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
-            failed: SliceError | None = None
+            on_slices = ""
             try:
                 outputs = self.forward(name, slices, args, kwargs)
             except MetricsAppear as made:
@@ -66,7 +67,8 @@ class EvaluationFlow:
                 return drawn.run_again(partial(self.run, name, args, kwargs))
             except SliceError as error:
                 session.replicas.state.buffers.restore()
-                failed = error
+                on_slices = error.reason
+                error.let_go()
             except GatherError as error:
                 session.replicas.state.buffers.restore()
                 if not session.can_repeat(name):
@@ -74,8 +76,8 @@ class EvaluationFlow:
                 session.whole_batches.give_whole(name, f"{error}", ADVICE)
                 return self.run(name, args, kwargs)
             # Not while it is handled, or the user's error would be told as one that came of it.
-            if failed is not None:
-                return on_whole_batch(session, name, failed, partial(self.run, name, args, kwargs))
+            if on_slices:
+                return on_whole_batch(session, name, on_slices, partial(self.run, name, args, kwargs))
         session.batches.end_step(name, args)
         return outputs
 

@@ -1,9 +1,10 @@
 """Steps that raise an error on a slice of a batch, and none on the whole batch: one device would go on.
 
 A score that needs both classes, or a scatter matrix of several rows, may have them in every slice for epochs, and then
-be given a slice without. So such a batch runs again, whole. Where that fails as well, the error is the slices'.
+be given a slice without. So such a batch runs again, whole. Where that fails as well, the error is that of the whole.
 """
 
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,8 +26,24 @@ class SliceError(GatherError):
     """
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
-        super().__init__(in_one_line(error))
+        # Not the error itself: by its traceback it would hold what slices have computed, beside the whole batch.
+        self.reason = in_one_line(error)
+        super().__init__(self.reason)
+
+    def let_go(self) -> None:
+        """What slices have computed goes, which the frames of the failed step still hold."""
+        waiting: list[BaseException | None] = [self]
+        seen = set[int]()
+        while waiting:
+            error = waiting.pop()
+            if error is None or id(error) in seen:
+                continue
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                # Until Python 3.13 a frame keeps the locals that were read for a note, and forgets them when read again.
+                frame.f_locals  # noqa: B018
+            waiting += [error.__cause__, error.__context__]
 
 
 def may_be_of_slices(error: Exception) -> bool:
@@ -35,27 +52,28 @@ def may_be_of_slices(error: Exception) -> bool:
     return not isinstance(error, DPXError) and not is_out_of_memory(error)
 
 
-def on_whole_batch(session: "Session", name: str, failed: SliceError, run: Callable[[], _Outputs]) -> _Outputs:
+def on_whole_batch(session: "Session", name: str, on_slices: str, run: Callable[[], _Outputs]) -> _Outputs:
     """What the step gives for the whole batch, from here on for every one, which is announced.
+
+    An error of the whole batch is raised as it is: that is the one that one device would have raised, and a debugger
+    finds in its frames what the step had.
 
     Args:
         session: Of the step.
         name: Of the step.
-        failed: What became of its slices.
+        on_slices: What its slices have raised, in one line.
         run: Runs the step again.
-
-    Raises:
-        Exception: that of the slices; the whole batch fails, too.
     """
     whole_batches = session.whole_batches
     whole_batches.keep_next_whole(name)
-    outputs: list[_Outputs] = []
     try:
-        outputs.append(run())
-    except Exception:  # noqa: BLE001  of the two errors, that of the slices says where it was
+        outputs = run()
+    except Exception as error:
         whole_batches.pop_next_whole(name)
-    if not outputs:
-        raise failed.error
-    reason = f"It runs on the whole batch, but on a slice it raises {in_one_line(failed.error).removesuffix('.')}."
+        # Often it is the same one; another may have come of the larger batch, as where that does not fit.
+        if in_one_line(error) != on_slices:
+            error.add_note(f"Before, {name} had raised on a slice of this batch: {on_slices}")
+        raise
+    reason = f"It runs on the whole batch, but on a slice it raises {on_slices.removesuffix('.')}."
     whole_batches.give_whole(name, reason, "For all devices to take part, let it run on any number of rows.")
-    return outputs[0]
+    return outputs

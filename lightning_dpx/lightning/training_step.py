@@ -98,7 +98,7 @@ class TrainingFlow:
             # With the whole batch a step may write parameters, as on one device, also where others own them.
             session.replicas.state.parameters.unseen.by_step = session.step.has_other_owners and len(slices) == 1
             forward = session.memory.guarded(self.forward)
-            failed: SliceError | None = None
+            on_slices = ""
             try:
                 outputs = forward(slices, args, kwargs)
             except MetricsAppear as made:
@@ -110,7 +110,8 @@ class TrainingFlow:
                 return drawn.run_again(partial(self.run, args, kwargs))
             except SliceError as error:
                 self._discard(error)
-                failed = error
+                on_slices = error.reason
+                error.let_go()
             except BaseException as error:
                 self._discard(error)
                 whole = self._whole_instead(error)
@@ -119,8 +120,8 @@ class TrainingFlow:
                 session.whole_batches.give_whole(NAME, whole.reason, whole.advice)
                 return self.run(args, kwargs)
             # Not while it is handled, or the user's error would be told as one that came of it.
-            if failed is not None:
-                return on_whole_batch(session, NAME, failed, partial(self.run, args, kwargs))
+            if on_slices:
+                return on_whole_batch(session, NAME, on_slices, partial(self.run, args, kwargs))
             if session.gradient_hooks.before_backward_of_step:
                 session.step.show_buffers()
         put_iterators_back(session.module)
@@ -195,7 +196,9 @@ class TrainingFlow:
         session.replicas.release_cores()
         if session.threads.is_open:
             return session.threads.choose(batch_slice, args, kwargs)
-        return session.alone(NAME, (session.batches.for_replica(batch_slice), *args[1:]), kwargs)
+        args = (session.batches.for_replica(batch_slice), *args[1:])
+        with session.replicas.python_state.iterators_of_whole_batch():
+            return session.alone(NAME, args, kwargs)
 
     def forward(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""

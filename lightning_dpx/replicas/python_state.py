@@ -12,7 +12,7 @@ The cost of a step grows with the number of attributes, not with what they hold.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -201,6 +201,12 @@ class PythonState:
     def share_iterators_of_code(self) -> None:
         """From the next step on, replicas also take the same items of iterators that classes and globals hold."""
         self._iterators.include_code_of(self._root.module)
+
+    def iterators_of_whole_batch(self) -> AbstractContextManager[Any]:
+        """The user's module runs in here on a batch whose slices may have failed: it takes the items that they took."""
+        if self._iterators.has_left:
+            return self.iterators_shared()
+        return nullcontext()
 
     @contextmanager
     def iterators_shared(self) -> Iterator[IteratorsOfStep]:

@@ -236,6 +236,11 @@ class IteratorsOfStep:
         """Whether there is anything to stand in for."""
         return bool(self._held or self._exchanged or self._of_code)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether a step has taken items in vain, which are still to be given."""
+        return bool(self._again)
+
     def include_code_of(self, module: nn.Module) -> None:
         """Includes iterators of the module's classes, and of globals, from the next step on.
 

@@ -1,5 +1,6 @@
 """A step that fails on a slice of some batch, and runs on the whole batch, goes on as on one device."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -36,12 +37,15 @@ class NeedsBoth(Classifier):
         self.calls = 0
         self.labels: list[int] = []
         self.losses: list[torch.Tensor] = []
+        self.items = iter(range(1000))
+        self.taken: list[int] = []
 
     def check(self, stage: str, batch: Any) -> None:
         if stage != self.stage:
             return
         self.calls += 1
         self.labels += batch[1].tolist()
+        self.taken.append(next(self.items))
         self.num_rows += len(batch[1])
         self.rebound = self.rebound + len(batch[1])
         self.accuracy.update(batch[0][:, 0])
@@ -79,7 +83,7 @@ def test_a_batch_whose_slices_fail_runs_whole(stage: str, execution: str) -> Non
     with pytest.warns(UserWarning, match=f"{stage} gets all of its batches whole, on the first replica.*{ON_A_SLICE}"):
         seen, ours = seen_of(stage, strategy=dpx.DPXStrategy(execution=execution), devices=2)
     assert_equal(seen, expected)
-    assert (ours.calls, ours.labels) == (one.calls, one.labels)
+    assert (ours.calls, ours.labels, ours.taken) == (one.calls, one.labels, one.taken)
     torch.testing.assert_close([loss.cpu() for loss in ours.losses], one.losses)
 
 
@@ -88,7 +92,7 @@ def test_so_does_one_whose_micro_batches_fail() -> None:
     with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole, in one piece.*{ON_A_SLICE}"):
         seen, ours = seen_of("training_step", strategy=dpx.DPXStrategy(micro_batches=2))
     assert_equal(seen, expected)
-    assert (ours.calls, ours.labels) == (one.calls, one.labels)
+    assert (ours.calls, ours.labels, ours.taken) == (one.calls, one.labels, one.taken)
 
 
 class Fails(Classifier):
@@ -100,13 +104,60 @@ class Fails(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_where_the_whole_batch_fails_as_well_the_error_is_that_of_the_slice(recwarn: Any) -> None:
+def test_where_the_whole_batch_fails_as_well_the_error_is_that_of_one_device(recwarn: Any) -> None:
     trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
     with pytest.raises(KeyError, match="a mistake") as caught:
         trainer.fit(Fails(), make_sorted_loader(), make_sorted_loader())
-    assert caught.value.__notes__ == ["In replica 0 on cpu, during training_step."]
+    assert not hasattr(caught.value, "__notes__")
     assert isinstance(caught.value.__cause__, OSError), "not one that came of another attempt"
+    assert len(caught.traceback[-1].frame.f_locals["batch"][0]) == 8, "a debugger finds what the step had"
     assert not [warning for warning in recwarn if "whole" in str(warning.message)]
+
+
+class FailsOtherwise(NeedsBoth):
+    """On the whole batch, which its slices have not got to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        if batch_idx == 5:
+            raise KeyError("of the whole")
+        return outputs
+
+
+def test_an_error_of_the_whole_batch_alone_tells_of_the_other() -> None:
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
+    with pytest.raises(KeyError, match="of the whole") as caught:
+        trainer.fit(FailsOtherwise("training_step"), make_sorted_loader(), make_sorted_loader())
+    told = "Before, training_step had raised on a slice of this batch: ValueError: one class only."
+    assert caught.value.__notes__ == [told]
+    assert caught.value.__context__ is None, "which a traceback would print as well"
+
+
+HIDDEN: list[weakref.ref[torch.Tensor]] = []  # of the batch whose slices fail
+ALIVE: list[int] = []
+
+
+class RemembersHidden(NeedsBoth):
+    """What its steps have computed, as long as anything else holds it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # In the first batches what slices leave in globals is compared.
+        if batch_idx == 5 and len(batch[0]) == 8:
+            ALIVE.append(sum(hidden() is not None for hidden in HIDDEN))
+        hidden = self.net(batch[0])
+        if batch_idx == 5:
+            HIDDEN.append(weakref.ref(hidden))
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_failed_slices_have_computed_is_gone_when_the_whole_batch_runs(execution: str) -> None:
+    HIDDEN.clear()
+    ALIVE.clear()
+    loader = make_sorted_loader()
+    trainer = make_trainer(strategy=dpx.DPXStrategy(execution=execution), devices=2, max_epochs=1)
+    with pytest.warns(UserWarning, match=ON_A_SLICE):
+        trainer.fit(RemembersHidden("training_step"), loader, loader)
+    assert ALIVE == [0]
 
 
 class WritesItsBatch(NeedsBoth):
