@@ -19,6 +19,7 @@ from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
 _T = TypeVar("_T")
 _MARK = "_torchdynamo_orig_callable"  # on a function that torch.compile returns: what it was given
+_LEFT_ALONE = "_torchdynamo_disable"  # beside it, where torch.compiler.disable has returned the function
 
 
 def compiled_names(module: nn.Module) -> list[str]:
@@ -83,7 +84,7 @@ def _compiled_functions(kind: type) -> Iterator[tuple[str, Any]]:
 def _is_marked(value: Any) -> bool:
     # A bound method has the attributes of its function. A class may answer, or raise, whatever it is asked.
     held = own_attributes(value.__func__ if isinstance(value, MethodType) else value)
-    return held is not None and _MARK in held
+    return held is not None and _MARK in held and not held.get(_LEFT_ALONE)
 
 
 def state_named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

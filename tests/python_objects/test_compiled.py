@@ -56,6 +56,23 @@ def activation(x: torch.Tensor) -> torch.Tensor:
     return x.relu() * x
 
 
+@torch.compiler.disable
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() * x
+
+
+class CallsWhatIsLeftAlone(Layer):
+    shift = staticmethod(torch.compiler.disable(torch.neg))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shift(plain(self.linear(x)))
+
+
+def test_what_the_compiler_is_told_to_leave_alone_is_not_compiled() -> None:
+    assert compiled_names(CallsWhatIsLeftAlone()) == []
+    assert not is_compiled(CallsWhatIsLeftAlone())
+
+
 class CallsByName(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return activation(self.linear(x))
