@@ -74,6 +74,10 @@ def on_whole_batch(session: "Session", name: str, on_slices: str, run: Callable[
         if in_one_line(error) != on_slices:
             error.add_note(f"Before, {name} had raised on a slice of this batch: {on_slices}")
         raise
-    reason = f"It runs on the whole batch, but on a slice it raises {on_slices.removesuffix('.')}."
+    # Only the module, the generators and the batch are known to be as they were.
+    reason = (
+        f"It runs on the whole batch, but on a slice it raises {on_slices.removesuffix('.')}. Its slices had begun that "
+        "batch: what it counts outside of the module, they did as well."
+    )
     whole_batches.give_whole(name, reason, "For all devices to take part, let it run on any number of rows.")
     return outputs

@@ -13,7 +13,10 @@ import lightning_dpx as dpx
 from lightning_dpx.lightning.slice_errors import SliceError, may_be_of_slices
 from tests.conftest import Classifier, assert_equal, make_trainer, run
 
-ON_A_SLICE = "It runs on the whole batch, but on a slice it raises ValueError: one class only"
+ON_A_SLICE = (
+    "It runs on the whole batch, but on a slice it raises ValueError: one class only. Its slices had begun that batch: "
+    "what it counts outside of the module, they did as well."
+)
 STAGES = ["training_step", "validation_step", "predict_step"]
 
 
