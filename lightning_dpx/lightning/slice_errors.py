@@ -41,7 +41,7 @@ class SliceError(GatherError):
             seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
             for frame, _ in traceback.walk_tb(error.__traceback__):
-                # Until Python 3.13 a frame keeps the locals that were read for a note, and forgets them when read again.
+                # Until Python 3.13 a frame keeps locals that were read for a note, and forgets them when read again.
                 frame.f_locals  # noqa: B018
             waiting += [error.__cause__, error.__context__]
 
@@ -76,8 +76,8 @@ def on_whole_batch(session: "Session", name: str, on_slices: str, run: Callable[
         raise
     # Only the module, the generators and the batch are known to be as they were.
     reason = (
-        f"It runs on the whole batch, but on a slice it raises {on_slices.removesuffix('.')}. Its slices had begun that "
-        "batch: what it counts outside of the module, they did as well."
+        f"It runs on the whole batch, but on a slice it raises {on_slices.removesuffix('.')}. Its slices had begun "
+        "that batch: what it counts outside of the module, they did as well."
     )
     whole_batches.give_whole(name, reason, "For all devices to take part, let it run on any number of rows.")
     return outputs
