@@ -11,7 +11,7 @@ from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.first_draws import DrawsAppear
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.lightning.slice_errors import SliceError, on_whole_batch
+from lightning_dpx.lightning.slice_errors import SliceStepError, on_whole_batch
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice, weights_of
 
@@ -65,7 +65,7 @@ class EvaluationFlow:
             except DrawsAppear as drawn:
                 session.replicas.state.buffers.restore()
                 return drawn.run_again(partial(self.run, name, args, kwargs))
-            except SliceError as error:
+            except SliceStepError as error:
                 session.replicas.state.buffers.restore()
                 on_slices = error.reason
                 error.let_go()

@@ -14,7 +14,7 @@ from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
-from lightning_dpx.lightning.slice_errors import SliceError, may_be_of_slices
+from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from lightning_dpx.lightning.step_beginning import StepBeginning
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchDraws, BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
@@ -147,7 +147,7 @@ class ReplicaCall:
                         # In here as well: what the slices have done is taken back.
                         if beginning is not None and may_be_of_slices(error) and beginning.can_begin_again():
                             beginning.put_back()
-                            raise SliceError(error) from error
+                            raise SliceStepError(error) from error
                         raise
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _Outputs = TypeVar("_Outputs")
 
 
-class SliceError(GatherError):
+class SliceStepError(GatherError):
     """A step has failed on slices, all that these have done is taken back, and it is to run on the whole batch.
 
     Args:

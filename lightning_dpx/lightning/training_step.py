@@ -27,7 +27,7 @@ from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.lightning.slice_errors import SliceError, on_whole_batch
+from lightning_dpx.lightning.slice_errors import SliceStepError, on_whole_batch
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.replicas.shared_iterators import put_iterators_back
@@ -108,7 +108,7 @@ class TrainingFlow:
             except DrawsAppear as drawn:
                 self._discard(drawn)
                 return drawn.run_again(partial(self.run, args, kwargs))
-            except SliceError as error:
+            except SliceStepError as error:
                 self._discard(error)
                 on_slices = error.reason
                 error.let_go()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.slice_errors import SliceError, may_be_of_slices
+from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from tests.conftest import Classifier, assert_equal, make_trainer, run
 
 ON_A_SLICE = (
@@ -179,4 +179,4 @@ def test_errors_that_have_a_remedy_of_their_own_are_not_of_slices() -> None:
     assert may_be_of_slices(ValueError("any"))
     assert not may_be_of_slices(dpx.ConfigurationError("ours"))
     assert not may_be_of_slices(torch.OutOfMemoryError("out of memory"))
-    assert str(SliceError(ValueError("of\ntwo lines"))).startswith("ValueError: of")
+    assert str(SliceStepError(ValueError("of\ntwo lines"))).startswith("ValueError: of")
