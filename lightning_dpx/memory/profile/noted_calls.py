@@ -6,9 +6,7 @@ backward   small_is_asked, small_goes           until when what they saved is ne
 after it   calls, holds, compiled               what the profile tells of them
 """
 
-import math
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,11 +23,12 @@ from lightning_dpx.memory.execute.sharded_units import ShardedUnits
 from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.data import CompiledCall, Hold, SavedCall
 from lightning_dpx.memory.profile.noted_call import HeldTensor, NotedCall, SavedTensors, allocation_of
+from lightning_dpx.memory.profile.noted_code import NotedCode
 from lightning_dpx.memory.profile.replay_trials import ReplayTrials, TriesReplays
 from lightning_dpx.memory.tracing.communication import is_in_group
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
-from lightning_dpx.torch_compat import disable_current_modes, nodes_so_far, number_of, with_memory_in
+from lightning_dpx.torch_compat import disable_current_modes, with_memory_in
 
 _FEWEST_TENSORS = 6  # a layer norm saves five; with fewer, operators are repeated at the same price; not compiled ones
 
@@ -133,11 +132,7 @@ class NotedCalls:
         self._random: tuple[int, int] | None = None  # the number of the last tensor, and the state then
         self._right = set[int]()  # numbers of calls that gave the same when they were made again
         self._small: list[_Span] = []
-        self._codes: list[tuple[int, int]] = []  # the first node that a call of compiled code makes, and the next
-        self._entered = 0  # the first node of the running one
-        self._functions: list[tuple[int, int]] = []  # the events between which compiled functions run
-        self._function = -1  # the number of the running one
-        self._around_code = set[int]()  # numbers of calls in which compiled functions ran
+        self._code = NotedCode(trace)
         self._begun = set[tuple[int, int]]()  # calls of whose small tensors backward has asked for one
         self._collectives = _NotedCollectives(self, trace)
 
@@ -163,7 +158,7 @@ class NotedCalls:
         is_code = self._is_compiled(call)
         begin = self._trace.mark() if is_code else self._trace.now
         if is_code:
-            self._entered = nodes_so_far()
+            self._code.enter()
         noted = NotedCall(call, parent, begin, len(self._saved.held))
         self._noted.append(noted)
         # It stays among the open calls all the same, for those that are made in it.
@@ -198,7 +193,7 @@ class NotedCalls:
         is_code = self._is_compiled(call)
         noted.end = self._trace.mark() if is_code else self._trace.now
         if is_code:
-            self._codes.append((self._entered, nodes_so_far()))
+            self._code.leave()
         noted.count = len(self._saved.held) - noted.first
         # Compiled code has no operators that could be repeated one by one.
         fewest = 1 if is_code else _FEWEST_TENSORS
@@ -207,7 +202,7 @@ class NotedCalls:
             noted.random = self._random[1]
         if (
             call.obstacle
-            or number in self._around_code
+            or number in self._code.around
             or noted.count < fewest
             or self.units.holds_units(call.name.partition("#")[0])
             or not self._can_be_given_again(noted)
@@ -229,18 +224,11 @@ class NotedCalls:
 
     def code_begins(self) -> None:
         """A compiled function begins."""
-        # What is saved in it is not known tensor by tensor, so no replay of a call round it is counted on.
-        self._around_code.update(self._open)
-        # As for parts that are compiled, both of its ends are events.
-        self._function = len(self._functions)
-        self._functions.append((self._trace.mark(), -1))
-        self._entered = nodes_so_far()
+        self._code.begin_function(self._open)
 
     def code_ends(self) -> None:
         """It is over."""
-        self._codes.append((self._entered, nodes_so_far()))
-        self._functions[self._function] = (self._functions[self._function][0], self._trace.mark())
-        self._function = -1
+        self._code.end_function()
 
     def _can_be_given_again(self, noted: NotedCall) -> bool:
         """Whether what collectives gave in the call is there for a replay, which asks no other process."""
@@ -271,14 +259,14 @@ class NotedCalls:
     def part(self, tensor: torch.Tensor, held: Unnamed) -> Unnamed | SmallPart:
         """What autograd is to hold for a tensor without a name: the next one that is packed."""
         innermost = self._open[-1] if self._open else -1
-        if innermost < 0 and self._function < 0:
+        if innermost < 0 and self._code.function < 0:
             return held
         # What was there before the step gives no memory free, whatever is replayed.
         made = [part for part in with_memory_in(tensor) if allocation_of(part, self._trace) is not None]
         if not made:
             return held
         self._saved.small_bytes[len(self._saved.held)] = sum(part.nbytes for part in made)
-        self._small.append(_Span(innermost, self._function))
+        self._small.append(_Span(innermost, self._code.function))
         return SmallPart(held, self, len(self._small) - 1)
 
     def small_is_asked(self, number: int) -> None:
@@ -342,7 +330,7 @@ class NotedCalls:
         for number, noted in enumerate(self._noted):
             if number in of_parts and self._is_compiled(noted.call):
                 found.append(CompiledCall(noted.call.name, noted.begin, noted.end, *of_parts[number]))
-        for number, (begin, end) in enumerate(self._functions):
+        for number, (begin, end) in enumerate(self._code.functions):
             if number in of_functions:
                 found.append(CompiledCall(f"{OF_CODE}{number}", begin, end, *of_functions[number]))
         return tuple(sorted(found, key=lambda code: code.begin))
@@ -359,12 +347,7 @@ class NotedCalls:
 
     def is_of_code(self, node: Any) -> bool:
         """Whether a call of compiled code that is over has made ``node``."""
-        if not self._codes:
-            return False
-        number = number_of(node)
-        # They are in order and apart, as parts of compiled parts have no calls of their own.
-        at = bisect_right(self._codes, (number, math.inf)) - 1
-        return at >= 0 and self._codes[at][0] <= number < self._codes[at][1]
+        return self._code.has_made(node)
 
     def _is_compiled(self, call: Call) -> bool:
         return call.name.partition("#")[0] in self._names.compiled
