@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -221,10 +222,10 @@ def test_case_68_a_fit_leaves_the_process_as_it_was(where: str, execution: str) 
     torch.manual_seed(0)
     model = Fails()
     Fails.where = where
-    try:
-        fit(model, **dpx_on(2, execution))
-    except LookupError:
-        assert where
+    # A step that was checked would run again on the whole batch, where this one does not fail.
+    checks: dict[str, Any] = {"verify": "off"} if where == "step" else {}
+    with pytest.raises(LookupError) if where else nullcontext():
+        fit(model, **dpx_on(2, execution, **checks))
     assert process() == before
 
 

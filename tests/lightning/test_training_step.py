@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 import lightning_dpx
+from lightning_dpx.shifting import has_shifts
 from tests.conftest import make_loader, make_trainer
 
 PACKAGE = lightning_dpx.__path__[0]
@@ -19,6 +20,7 @@ MOST_FRAMES = 7  # between Lightning and the user's training_step
 # Python calls of this package in a step of a module without hooks: 65, 403, 54 and 55 when they were counted. What a
 # step costs beside the model follows them, and no clock of a busy machine tells it as well.
 MOST_CALLS = {"one device": 70, "a step": 420, "of a micro-batch": 56, "of a replica": 57}
+CALLS_AMONG_SHIFTS = 7
 
 
 class Diary(LightningModule):
@@ -150,7 +152,9 @@ def calls_of_a_step(devices: int, **options: Any) -> int:
         trainer.fit(Reads(), make_loader(num_rows=64))
     finally:
         sys.setprofile(before)
-    return min(after - total for total, after in itertools.pairwise(totals))
+    # While any module of the process is shifted, as those are that tests of interrupted runs have left, optimizers step
+    # in blocks of their own.
+    return min(after - total for total, after in itertools.pairwise(totals)) - CALLS_AMONG_SHIFTS * has_shifts()
 
 
 def test_a_step_of_one_device_makes_few_calls() -> None:
