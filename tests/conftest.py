@@ -49,6 +49,7 @@ from tests.pairs import keep_every_pair
 registry.entry_points = cache(importlib.metadata.entry_points)
 
 
+NUM_SIMULATED = 8  # devices
 _ON_REAL_DEVICES = os.environ.get("DPX_TESTS_SIMULATE") == "0"
 
 
@@ -57,7 +58,7 @@ def _simulate() -> str:
     if _ON_REAL_DEVICES:
         return "DPX_TESTS_SIMULATE=0"  # beside a real device torch would take simulated ones for the accelerator
     try:
-        dpx.simulate(8)
+        dpx.simulate(NUM_SIMULATED)
     except dpx.UnsupportedError as missing:
         return str(missing)
     return ""
@@ -164,6 +165,13 @@ class StepsByHand(LightningModule):
 def places(num_replicas: int) -> list[str]:
     """A device for every replica."""
     return [_hardware if _hardware == "cpu" else f"{_hardware}:{index}" for index in range(num_replicas)]
+
+
+@pytest.fixture(autouse=True)
+def _eight_simulated_devices() -> None:
+    """Commands that another test has run in this process may have simulated more of them."""
+    if not SIMULATED and torch.get_device_module("sim").device_count() != NUM_SIMULATED:
+        dpx.simulate(NUM_SIMULATED)
 
 
 @pytest.fixture(autouse=True, scope="session")

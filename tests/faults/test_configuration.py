@@ -172,7 +172,7 @@ def test_case_54_an_accelerator_and_the_host_train_together() -> None:
 
 
 @on_sim
-@pytest.mark.parametrize("device", ["sim:99", "meta", "mps"])
+@pytest.mark.parametrize("device", ["sim:9", "meta", "mps"])
 def test_case_54_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
     devices = [torch.device("sim", 0), torch.device(device)]
     strategy = dpx.DPXStrategy(parallel_devices=devices, accelerator=SimAccelerator())
