@@ -64,7 +64,7 @@ class EvaluationFlow:
                 return self.run(name, args, kwargs)
             except DrawsAppear as drawn:
                 session.replicas.state.buffers.restore()
-                return drawn.run_again(partial(self.run, name, args, kwargs))
+                return drawn.draws.run_again(partial(self.run, name, args, kwargs))
             except SliceStepError as error:
                 session.replicas.state.buffers.restore()
                 on_slices = error.reason

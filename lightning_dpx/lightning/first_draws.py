@@ -34,19 +34,15 @@ _OTHERS = (
 
 
 class DrawsAppear(GatherError):  # noqa: N818  the step goes on, whole
-    """Random numbers were drawn while slices ran, for the first time: the step is to run again on the whole batch."""
+    """Random numbers were drawn while slices ran, for the first time: the step is to run again on the whole batch.
+
+    Args:
+        draws: Of the step.
+    """
 
     def __init__(self, draws: "FirstDraws") -> None:
         super().__init__(REASON)
-        self._draws = draws
-
-    def run_again(self, run: Callable[[], T]) -> T:
-        """What the step gives for the whole batch; says so if it draws itself.
-
-        Args:
-            run: Runs the step on the batch, anew.
-        """
-        return self._draws.run_again(run)
+        self.draws = draws
 
 
 class FirstDraws:
@@ -84,7 +80,11 @@ class FirstDraws:
         raise DrawsAppear(self)
 
     def run_again(self, run: Callable[[], T]) -> T:
-        """As :meth:`DrawsAppear.run_again`."""
+        """What the step gives for the whole batch; says so if it draws itself.
+
+        Args:
+            run: Runs the step on the batch, anew.
+        """
         watch = self._session.replicas.traits.draws
         # Not announced yet: it may be another thread that has drawn.
         whole_batches = self._session.whole_batches

@@ -107,7 +107,7 @@ class TrainingFlow:
                 return self.run(args, kwargs)
             except DrawsAppear as drawn:
                 self._discard(drawn)
-                return drawn.run_again(partial(self.run, args, kwargs))
+                return drawn.draws.run_again(partial(self.run, args, kwargs))
             except SliceStepError as error:
                 self._discard(error)
                 on_slices = error.reason

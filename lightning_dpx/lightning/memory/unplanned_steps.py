@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep
 from lightning_dpx.memory import AppliedPlan
+from lightning_dpx.memory.plan.plan import module_of
 from lightning_dpx.units import format_mib
 
 _WORTH_A_PROFILE = 0.02  # of the unplanned peak
@@ -37,7 +38,7 @@ class UnplannedSteps:
         was_expected = bool(self._least)
         self._least = int(applied.plan.unplanned_peak * _WORTH_A_PROFILE)
         if self.expected and not was_expected:
-            modules = sorted({name.rpartition(":")[0].partition("#")[0] or "the step itself" for name in self._unseen})
+            modules = sorted({module_of(name) or "the step itself" for name in self._unseen})
             rank_zero_info(
                 f"dpx: a step kept {format_mib(sum(self._unseen.values()))} that memory is not planned for, of "
                 f"{', '.join(modules[:3])}: steps differ. The coming ones are profiled until it is."

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_dpx.memory.execute.calls import Call, repeating
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
 from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
+from lightning_dpx.memory.plan.plan import module_of
 from lightning_dpx.python_objects.compiled import functions_compiled_in, is_compiled
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,
@@ -166,7 +167,7 @@ class CallNames:
         stack = self.stack
         # Within other code it is a part of that.
         if stack is None or self.in_compiled_code:
-            return _do_nothing
+            return do_nothing
         stack.append([OF_CODE, 0, None, owners])
         if self.listener is not None:
             self.listener.code_begins()
@@ -320,8 +321,8 @@ def opened_by(names: Iterable[str], module: nn.Module) -> frozenset[str]:
         names: Of all values and calls that the plan knows: where a profile has found parts within code, none are.
         module: The root.
     """
-    known = [name.rpartition(":")[0].partition("#")[0] if ":" in name else name.partition("#")[0] for name in names]
-    return frozenset(path for path in openable(module) if any(_is_inside(name, path) for name in known))
+    known = {module_of(name) for name in names}
+    return frozenset(path for path in openable(module) if any(_is_inside(other, path) for other in known))
 
 
 def _functions_of(module: nn.Module, opened: Collection[str]) -> list[tuple[Any, frozenset[str]]]:
@@ -335,8 +336,8 @@ def _functions_of(module: nn.Module, opened: Collection[str]) -> list[tuple[Any,
     return [(function, frozenset(paths)) for function, paths in owners.values()]
 
 
-def _do_nothing() -> None:
-    pass
+def do_nothing() -> None:
+    """What tells of the end of a compiled function that is a part of other code."""
 
 
 def _is_inside(path: str, outer: str) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_dpx.memory.execute.calls import repeating
 from lightning_dpx.memory.execute.graph_tape import ReachedValues
+from lightning_dpx.memory.execute.largest_inputs import tensors_in
 from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Entered, Routine, Saved, make_routine
@@ -20,6 +21,7 @@ from lightning_dpx.memory.execute.similar_values import Twins
 from lightning_dpx.memory.execute.step_peaks import StepPeaks
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.plan.plan import module_of
 from lightning_dpx.powers import is_power_of_two
 from lightning_dpx.torch_compat import current_graph_task_id
 
@@ -149,6 +151,8 @@ class Practised(Rematerialization):
     @contextmanager
     def active(self, inputs: Any = (), *, counts_waiting: bool = False) -> Iterator[None]:
         """As it says there; larger inputs are followed as the first ones were."""
+        # Searched once for both who ask.
+        inputs = tensors_in(inputs)
         # What is kept outside of the stretches grows without a sign of it, and so do steps that drop nothing.
         if self._patience.follows_growth and self._peaks.have_grown(inputs):
             with self._guard:
@@ -193,7 +197,7 @@ class Practised(Rematerialization):
             if isinstance(forward, FollowedForward):
                 self._learn(forward)
                 with self._guard:
-                    self._peaks.note(forward.calls, self.known.present())
+                    self._peaks.note(forward.calls, self.known)
             elif self._peaks.look_at(forward.calls):
                 with self._guard:
                     self._patience.begin_anew()
@@ -351,7 +355,7 @@ def _siblings_of(dropped: Collection[str], parts: Mapping[str, nn.Module]) -> se
     """Modules of the class, and in the list, of one in which the plan drops values: layers that steps may leave out."""
     classes: set[tuple[str, type[nn.Module]]] = set()
     for name in dropped:
-        path = name.rpartition(":")[0].partition("#")[0]
+        path = module_of(name)
         while path in parts and path:
             classes.add((path.rpartition(".")[0], type(parts[path])))
             path = path.rpartition(".")[0]

@@ -1,12 +1,13 @@
 """Whether a step exceeds the budget although it keeps to what was learnt: by its inputs, and by what it calls."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_dpx.memory.execute.call_bytes import CallBytes
+from lightning_dpx.memory.execute.known_values import KnownValues
 from lightning_dpx.memory.execute.largest_inputs import LargestInputs
 from lightning_dpx.memory.execute.similar_values import Twins
-from lightning_dpx.memory.execute.values import Value
+from lightning_dpx.memory.plan.plan import module_of
 
 
 class StepPeaks:
@@ -38,20 +39,19 @@ class StepPeaks:
         """A forward begins."""
         self.peak = 0
 
-    def note(self, calls: Mapping[str, int], values: Iterable[Value]) -> None:
+    def note(self, calls: Mapping[str, int], known: KnownValues) -> None:
         """Learns what calls keep, from all that a forward has saved which was followed.
 
         Args:
             calls: How often it has called each module.
-            values: What was saved.
+            known: What was saved.
         """
         if self._twins is None:
             return
         kept = list[tuple[str, int]]()
-        for value in values:
+        for value in known.present():
             if value.tensor is not None and self._twins.is_of_step(value):
-                path = value.name.rpartition(":")[0].partition("#")[0]
-                kept.append((path, value.tensor.nbytes))
+                kept.append((module_of(value.name), value.tensor.nbytes))
         self._calls.note(calls, kept)
 
     def look_at(self, calls: Mapping[str, int]) -> bool:

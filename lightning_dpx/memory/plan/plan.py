@@ -61,9 +61,14 @@ class Decision:
     @property
     def module(self) -> str:
         """The path of the module."""
-        # The name of a call has no colon.
-        call, colon, _ = self.name.rpartition(":")
-        return (call if colon else self.name).partition("#")[0]
+        return module_of(self.name)
+
+
+def module_of(name: str) -> str:
+    """The path of the module that a value, or a call, with this name is of."""
+    # The name of a call has no colon.
+    call, colon, _ = name.rpartition(":")
+    return (call if colon else name).partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)

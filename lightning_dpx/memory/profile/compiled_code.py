@@ -25,7 +25,7 @@ from torch import nn
 from lightning_dpx.devices import clock_of, is_host, synchronize
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
-from lightning_dpx.memory.execute.module_calls import OF_CODE, CallNames
+from lightning_dpx.memory.execute.module_calls import OF_CODE, CallNames, do_nothing
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, SavedCall
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
@@ -228,7 +228,7 @@ class _CompiledCalls:
     def _enter_function(self) -> Callable[[], None]:
         # Within other code it is a part of that.
         if self._running is not None:
-            return _do_nothing
+            return do_nothing
         self._given = set()
         self._begin(f"{OF_CODE}{len(self._ranges)}", [])
         return partial(self._leave_function, nodes_so_far())
@@ -545,10 +545,6 @@ def _graph_of(result: torch.Tensor) -> Iterator[Any]:
             further = {following for following, _ in node.next_functions} - seen
             seen |= further
             waiting += further
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 
+from lightning_dpx.memory.execute.known_values import KnownValues
 from lightning_dpx.memory.execute.step_peaks import StepPeaks
 
 
@@ -15,8 +16,8 @@ def test_inputs_grow_by_bytes_and_by_any_dim() -> None:
 
 def test_without_a_budget_no_calls_are_looked_at() -> None:
     peaks = StepPeaks(None)
-    peaks.note({"layers.0": 1}, [])
-    peaks.note({"layers.1": 1}, [])
+    peaks.note({"layers.0": 1}, KnownValues())
+    peaks.note({"layers.1": 1}, KnownValues())
     assert not peaks.varying
     assert not peaks.look_at({"layers.0": 9})
     assert peaks.peak == 0
