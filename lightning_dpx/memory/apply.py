@@ -1,15 +1,10 @@
 """Plans on modules: put on and taken off, without touching the module's names, classes or code."""
 
-import inspect
-import logging
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import FrameType, MethodType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,24 +15,19 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
+from lightning_dpx.memory.execute.planned_forwards import PlannedForwards, leave_interrupted
 from lightning_dpx.memory.execute.recipes import own_recipes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.similar_values import twins_of_calls
-from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
-from lightning_dpx.python_objects.interrupted_calls import is_on_stack
-from lightning_dpx.python_objects.object_graph import CopiedEmpty
-from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, saved_tensors_hooks_enabled, tree_leaves
-from lightning_dpx.units import format_mib
+from lightning_dpx.memory.plan_warnings import PlanWarnings
+from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, saved_tensors_hooks_enabled
 
-_LOG = logging.getLogger("lightning_dpx")
-_MOST_OF_A_FORWARD = 0.5  # of its bytes; what a loss does not depend on waits as well, until it is forgotten
 # Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
-_THREAD = threading.local()
 
 
 class AppliedPlan:
@@ -60,15 +50,7 @@ class AppliedPlan:
         self.plan = plan
         # Several threads may run the module at once, each in a forward of its own.
         self._local = threading.local()
-        self._watches = watches
-        self._has_warned = False
-        self._has_widened = False
-        self._has_told_of_waiting = False
-        # Whose gradients would take a step beyond the budget; none where that is not so, or is told.
-        self._trained: list[weakref.ref[nn.Parameter]] = []
-        if (plan.adding_peak or 0) > (plan.budget or plan.adding_peak or 0):
-            self._trained = [weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad]
-        self._handles: list[Any] = []
+        self._warnings = PlanWarnings(module, plan, watches=watches)
         self.values: Rematerialization | None = None
         self._replays: Replays | None = None
         # First, as hooks go round the code that is there.
@@ -90,20 +72,14 @@ class AppliedPlan:
                 self.values.remove()
                 self.values = None
         self.calls: CallCounts = CallCounts()
+        # Last, so that these hooks are outside of all others.
+        self._forwards: PlannedForwards | None = None
         if not self._has_nothing_to_do:
-            # The root's own hooks: first of all, so that what other hooks save follows the plan as
-            # well, and also where forward raises, so that no thread is left inside.
-            root = _RootHooks(self)
-            self._handles = [
-                module.register_forward_pre_hook(root, prepend=True, with_kwargs=True),
-                module.register_forward_hook(root.leave, always_call=True),
-            ]
-            if _is_called_otherwise(module):
-                self._handles.append(_FollowingForward(module))
+            self._forwards = PlannedForwards(module, self.active, self._end_forward)
 
     @property
     def _has_nothing_to_do(self) -> bool:
-        return self.values is None and self._replays is None and not self._trained
+        return self.values is None and self._replays is None and not self._warnings.looks_for_gradients
 
     @contextmanager
     def active(self, inputs: Any = ()) -> Iterator[None]:
@@ -119,11 +95,11 @@ class AppliedPlan:
         # What a region saves has to be the same when it runs again, and here what is saved depends
         # on the step, and on how many came before.
         if is_in_checkpoint():
-            self._tell_of_checkpoint()
+            self._warnings.tell_of_checkpoint()
             yield
             return
         self._local.active = True
-        counts = self._tells_of_waiting
+        counts = self._warnings.counts_waiting
         try:
             with (
                 nullcontext() if self.values is None else self.values.active(inputs, counts_waiting=counts),
@@ -131,105 +107,15 @@ class AppliedPlan:
                 self.calls.active() if self.calls.is_on else nullcontext(),
             ):
                 yield
-            self._check_peak()
+            # Not where it has failed: of a part of a forward nothing can be said.
+            if self.values is not None:
+                self._warnings.look_at_forward(self.values)
         finally:
             self._local.active = False
 
-    def _check_peak(self) -> None:
-        """After a forward: tells once if its backward will need more than the budget; drops more from then on."""
-        plan = self.plan
-        # Who watches plans for such steps.
-        if self.values is None or self._watches or plan.budget is None:
-            return
-        self._check_waiting(self.values.waiting, plan.budget)
-        if self._has_widened:
-            return
-        peak = self.values.peak_of_other_step()
-        if peak > plan.budget:
-            self._has_widened = True
-            self.values.widen()
-            warnings.warn(
-                f"dpx: a step needs about {format_mib(peak)} or more in its backward, where the plan has a budget of "
-                f"{format_mib(plan.budget)}: it is another step than the planned one, or a larger one. From now on all "
-                "is dropped that the plan drops in any call like it; where that is too little, make the plan for the "
-                "step that needs most.",
-                stacklevel=2,
-            )
-
-    @property
-    def _tells_of_waiting(self) -> bool:
-        return not (self._watches or self._has_told_of_waiting) and self.plan.budget is not None
-
-    def _check_waiting(self, waiting: float, budget: int) -> None:
-        """Tells once if forwards before this one, with all that they have kept, wait for their backward."""
-        plan = self.plan
-        if self._has_told_of_waiting or waiting < _MOST_OF_A_FORWARD or plan.peak is None:
-            return
-        peak = plan.peak + int(waiting * (plan.saved_bytes or 0))
-        if peak > budget:
-            self._has_told_of_waiting = True
-            warnings.warn(
-                f"dpx: a forward of the planned {plan.model} has run before the backward of an earlier one: together "
-                f"they need about {format_mib(peak)} or more, where the plan has a budget of {format_mib(budget)} for "
-                "one. Make the plan for a module whose forward calls it as often as a step does, or run each backward "
-                "before the next forward.",
-                stacklevel=2,
-            )
-
-    def _watch_backward(self, output: Any) -> None:
-        """Checks for gradients when backward begins, since they may be set to ``None`` until then."""
-        for leaf in tree_leaves(output) if _saves_for_hooks() else ():
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._check_gradients)  # type: ignore[no-untyped-call]
-                return
-
-    def _check_gradients(self, _gradient: Any) -> None:
-        """Tells once if the backward of a step that was planned as one without gradients finds some."""
-        for reference in self._trained:
-            parameter = reference()
-            if parameter is not None and parameter.grad is not None:
-                break
-        else:
-            return
-        self._trained = []
-        warnings.warn(
-            f"dpx: parameters have gradients, to which the backward of the planned {self.plan.model} adds new ones: "
-            f"that takes up to {format_mib(self.plan.adding_peak or 0)}, where the plan has a budget of "
-            f"{format_mib(self.plan.budget or 0)} for a step that finds none. Make the plan with accumulates=True, or "
-            "call zero_grad(set_to_none=True) before every step.",
-            stacklevel=2,
-        )
-
-    def _tell_of_checkpoint(self) -> None:
-        """Once: the plan is not followed in a region that makes all of the module again."""
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"dpx: a {self.plan.model} with a memory plan runs within torch.utils.checkpoint, which drops all that "
-                "the module saves and makes it again at once: the plan is not followed in there. Plan what calls "
-                "checkpoint instead, or leave checkpoint out.",
-                stacklevel=2,
-            )
-
-    def enter(self, inputs: Any, caller: FrameType) -> None:
-        """A forward of the root begins, with these inputs, in the code that ``caller`` runs."""
-        _leave_interrupted()
-        # A hook has no block to put a context round: it is entered here, and closed by the other
-        # hook. The root may be called within itself, so there is a list of them.
-        entered = _Entered(self, ExitStack(), caller)
-        # First, as the other hook takes the last one off also where this one has failed.
-        _entered_here().append(entered)
-        entered.stack.enter_context(self.active(inputs))
-
-    def leave(self, output: Any) -> None:
-        """A forward of the root is over."""
-        entered = _entered_here()
-        # Those of other plans in it that Ctrl-C has ended, where this one has caught that.
-        while entered[-1].plan is not self:
-            _take_off(entered.pop())
-        entered.pop().stack.close()
-        if self._trained:
-            self._watch_backward(output)
+    def _end_forward(self, output: Any) -> None:
+        if self._warnings.looks_for_gradients and _saves_for_hooks():
+            self._warnings.watch_backward(output)
 
     @property
     def not_found(self) -> dict[str, str]:
@@ -263,162 +149,15 @@ class AppliedPlan:
 
     def remove(self) -> None:
         """Takes its hooks off."""
-        _leave_interrupted()
+        leave_interrupted()
         if self.values is not None:
             self.values.remove()
         if self._replays is not None:
             self._replays.remove()
         self.calls.remove()
-        for handle in self._handles:
-            handle.remove()
+        if self._forwards is not None:
+            self._forwards.remove()
         self._code.remove()
-
-
-def _saves_for_hooks() -> bool:
-    """Whether autograd saves what a plan could be about."""
-    # Without gradients it saves nothing, and others may have forbidden hooks.
-    if not (torch.is_grad_enabled() and saved_tensors_hooks_enabled()):  # type: ignore[attr-defined]
-        return False
-    # In a transform of torch.func that runs around the module all tensors are of the transform, which
-    # keeps them: such a forward would drop nothing, and teach the hooks that nothing is to be dropped.
-    return innermost_transform() is None
-
-
-@dataclass(frozen=True, slots=True)
-class _Entered:
-    """A forward of the root.
-
-    Attributes:
-        plan: Which it follows.
-        stack: The contexts that it runs in.
-        caller: The code that has entered them: while it runs the forward is not over.
-    """
-
-    plan: AppliedPlan
-    stack: ExitStack
-    caller: FrameType
-
-
-def _entered_here() -> "list[_Entered]":
-    """The planned forwards that run in this thread, innermost last."""
-    # Of all plans: modules with plans may hold each other, and what they put on lies in one stack of torch's.
-    entered: list[_Entered] | None = getattr(_THREAD, "entered", None)
-    if entered is None:
-        entered = _THREAD.entered = []
-    return entered
-
-
-def _leave_interrupted() -> None:
-    """Takes off what forwards have left on that Ctrl-C has ended: torch calls no hook after one.
-
-    Until then, which is the next planned forward of this thread or the end of a plan, their inputs stay, and what the
-    functions that called them had in their variables.
-    """
-    entered = _entered_here()
-    while entered and not is_on_stack(entered[-1].caller):
-        _take_off(entered.pop())
-
-
-def _take_off(interrupted: _Entered) -> None:
-    # As the exception would have left it, so that nothing is learnt from a part of a forward.
-    error = KeyboardInterrupt()
-    with STEP_ASIDE.hooks_of_others_off():
-        interrupted.stack.__exit__(KeyboardInterrupt, error, None)
-
-
-class _RootHooks(CopiedEmpty):
-    """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
-
-    def __init__(self, applied: AppliedPlan | None) -> None:
-        self._applied = applied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _RootHooks, (None,)
-
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._applied is not None:
-            self._applied.enter((args, kwargs), sys._getframe(1))
-
-    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._applied is not None:
-            self._applied.leave(output)
-
-
-def _is_called_otherwise(module: nn.Module) -> bool:
-    """Whether a call of ``module`` may run no hooks, as that of gpytorch's modules: their class has its own."""
-    # Classes of torch that have one, too, and run hooks in it.
-    if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
-        return False
-    own = vars(module).get("forward")
-    # A copy of a module that follows a plan has the forward of its class.
-    if own is not None and not isinstance(own, _ForwardByPlan) and not _is_of_class(own, module):
-        return False
-    return type(module).__call__ is not nn.Module.__call__
-
-
-def _is_of_class(forward: Any, module: nn.Module) -> bool:
-    return getattr(forward, "__func__", None) is type(module).forward
-
-
-class _ForwardByPlan:
-    """The forward of a module, which follows its plan; of a copy, which has none, its own forward.
-
-    Args:
-        module: Held weakly: it holds this, and is to go with the last name that it has.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardByPlan":
-        module = self._there()
-        return _ForwardByPlan(memo.get(id(module), module))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # What reads the file need not know this package: it takes the method of the class.
-        return getattr, (self._there(), "forward")
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        # Libraries choose by it what they hand to a model.
-        return inspect.signature(self._of_class())
-
-    def _there(self) -> nn.Module:
-        module = self._module()
-        if module is None:
-            raise ReferenceError("The module of this forward is gone; keep the module itself.")
-        return module
-
-    def _of_class(self) -> Any:
-        module = self._there()
-        return MethodType(type(module).forward, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._of_class()
-        applied = _APPLIED.get(self._there())
-        if applied is None:
-            return forward(*args, **kwargs)
-        output = None
-        applied.enter((args, kwargs), sys._getframe())
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            applied.leave(output)
-        return output
-
-
-class _FollowingForward:
-    """Has the forward of a module follow its plan, until it is removed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        module.forward = _ForwardByPlan(module)
-
-    def remove(self) -> None:
-        """The forward is that of the class again."""
-        module = self._module()
-        if module is not None:
-            vars(module).pop("forward", None)
 
 
 def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> AppliedPlan:
@@ -464,6 +203,16 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
             _check_units(whole, plan)
         applied = _APPLIED[whole] = AppliedPlan(whole, plan, watches=watches)
     return applied
+
+
+def _saves_for_hooks() -> bool:
+    """Whether autograd saves what a plan could be about."""
+    # Without gradients it saves nothing, and others may have forbidden hooks.
+    if not (torch.is_grad_enabled() and saved_tensors_hooks_enabled()):  # type: ignore[attr-defined]
+        return False
+    # In a transform of torch.func that runs around the module all tensors are of the transform, which
+    # keeps them: such a forward would drop nothing, and teach the hooks that nothing is to be dropped.
+    return innermost_transform() is None
 
 
 def check_is_plan(plan: object) -> None:

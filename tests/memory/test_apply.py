@@ -1,178 +1,29 @@
-"""A plan on a module whose forward is interrupted: nothing of that forward stays, and the next one follows the plan."""
-
-import copy
-import threading
+"""A plan is put on the module that it was made for, once, and taken off where there is one."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.bench.allocations import peak_of_passing
-from lightning_dpx.memory.plan.plan import Decision, fingerprint_of
-from lightning_dpx.torch_compat import top_saved_tensors_hooks
-from tests.memory.steps import train
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-        self.interrupts = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.up(x))
-        if self.interrupts:
-            raise KeyboardInterrupt
-        return x + self.down(y)
+def net() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
 
 
-def blocks() -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(3)
-    return nn.Sequential(*(Block() for _ in range(6))), torch.randn(128, 64)
+def test_a_plan_of_another_model_is_refused() -> None:
+    module = net()
+    plan = dpx.search_plan(module, torch.ones(64, 64), budget=0.7)
+    with pytest.raises(dpx.PlanError, match="made for a Sequential with parameters"):
+        dpx.apply_plan(nn.Linear(2, 2), plan)
 
 
-def plan_of(module: nn.Module, x: Tensor, action: str) -> dpx.MemoryPlan:
-    """Drops values, or replays whole calls."""
-    if action == "recompute":
-        return dpx.search_plan(module, x, budget=0.6, planner="optimal")
-    decisions = tuple(Decision(str(number), "", 0, 0.0, action) for number in range(6))
-    return dpx.MemoryPlan("Sequential", fingerprint_of(module), "by hand", None, 1, None, None, None, None, decisions)
-
-
-def peak(module: nn.Module, x: Tensor) -> int:
-    module.zero_grad(set_to_none=True)
-    return peak_of_passing(lambda: module(x).pow(2).mean().backward())
-
-
-def interrupt(module: nn.Sequential, x: Tensor, root: nn.Module | None = None) -> None:
-    """Ctrl-C within the fourth block, in a call of ``root`` if that holds the module."""
-    block = module[3]
-    assert isinstance(block, Block)
-    block.interrupts = True
-    with pytest.raises(KeyboardInterrupt):
-        (root or module)(x)
-    block.interrupts = False
-
-
-@pytest.mark.parametrize("earlier_steps", [0, 3])
-@pytest.mark.parametrize("action", ["recompute", "replay"])
-def test_after_an_interrupted_forward_the_plan_is_followed_as_before(action: str, earlier_steps: int) -> None:
-    module, x = blocks()
-    plain = copy.deepcopy(module)
-    plan = plan_of(module, x, action)
-    dpx.apply_plan(plain, plan)
-    undisturbed = peak(plain, x)
-    dpx.remove_plan(plain)
-    applied = dpx.apply_plan(module, plan)
-    for _ in range(earlier_steps):
-        peak(module, x)
-    interrupt(module, x)
-    assert peak(module, x) == undisturbed
-    assert all(map(torch.equal, train(module, x), train(plain, x)))
-    assert not applied.not_found
-    assert top_saved_tensors_hooks(True) is None
-
-
-@pytest.mark.parametrize("action", ["recompute", "replay"])
-def test_with_the_plan_goes_what_an_interrupted_forward_has_left(action: str) -> None:
-    module, x = blocks()
-    dpx.apply_plan(module, plan_of(module, x, action))
-    interrupt(module, x)
+def test_a_module_has_one_plan_at_a_time() -> None:
+    module = net()
+    plan = dpx.search_plan(module, torch.ones(64, 64), budget=0.7)
+    dpx.apply_plan(module, plan)
+    with pytest.raises(dpx.PlanError, match="applied already"):
+        dpx.apply_plan(module, plan)
     dpx.remove_plan(module)
-    assert top_saved_tensors_hooks(True) is None
-
-
-def test_hooks_of_others_stay_where_an_interrupted_forward_has_left_some_below_them() -> None:
-    module, x = blocks()
-    dpx.apply_plan(module, plan_of(module, x, "recompute"))
-    interrupt(module, x)
-    seen: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with pytest.raises(dpx.PlanError, match="No plan is applied"):
         dpx.remove_plan(module)
-        module(x)
-    assert seen
-    assert top_saved_tensors_hooks(True) is None
-
-
-def test_a_forward_within_a_forward_is_no_interrupted_one() -> None:
-    module, x = blocks()
-
-    class CallsItself(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = module
-
-        def forward(self, x: Tensor, again: bool = True) -> Tensor:
-            x = self.net(x)
-            return self(x, again=False) if again else x
-
-    outer = CallsItself()
-    plain = copy.deepcopy(outer)
-    plan = dpx.search_plan(outer, x, budget=0.7)
-    dpx.apply_plan(plain, plan)
-    first = peak(plain, x)
-    dpx.remove_plan(plain)
-    dpx.apply_plan(outer, plan)
-    assert peak(outer, x) == first < peak(plain, x)
-    assert all(map(torch.equal, train(outer, x), train(plain, x)))
-
-
-class CatchesInterrupts(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net, self.more = net, Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            x = self.net(x)
-        except KeyboardInterrupt:
-            assert top_saved_tensors_hooks(True) is not None
-        return self.more(x)
-
-
-@pytest.mark.parametrize("action", ["recompute", "replay"])
-def test_of_planned_modules_in_each_other_an_interrupted_forward_leaves_nothing(action: str) -> None:
-    module, x = blocks()
-    outer = nn.Sequential(Block(), module)
-    plain = copy.deepcopy(outer)
-    plan = dpx.search_plan(outer, x, budget=0.9)
-    dpx.apply_plan(module, plan_of(module, x, action))
-    dpx.apply_plan(outer, plan)
-    interrupt(module, x, outer)
-    assert all(map(torch.equal, train(outer, x), train(plain, x)))
-    assert top_saved_tensors_hooks(True) is None
-
-
-@pytest.mark.parametrize("action", ["recompute", "replay"])
-def test_a_planned_forward_may_go_on_after_one_within_it_that_was_interrupted(action: str) -> None:
-    module, x = blocks()
-    outer = CatchesInterrupts(module)
-    plan = dpx.search_plan(outer, x, budget=0.9)
-    dpx.apply_plan(module, plan_of(module, x, action))
-    dpx.apply_plan(outer, plan)
-    block = module[3]
-    assert isinstance(block, Block)
-    block.interrupts = True
-    gradients = torch.autograd.grad(outer(x).sum(), list(outer.more.parameters()))
-    assert top_saved_tensors_hooks(True) is None
-    expected = torch.autograd.grad(outer.more(x).sum(), list(outer.more.parameters()))
-    assert all(map(torch.equal, gradients, expected))
-
-
-def test_what_is_left_goes_with_the_next_planned_forward_also_where_another_thread_took_the_plan_off() -> None:
-    module, x = blocks()
-    plan = plan_of(module, x, "recompute")
-    dpx.apply_plan(module, plan)
-    interrupt(module, x)
-    remover = threading.Thread(target=dpx.remove_plan, args=(module,))
-    remover.start()
-    remover.join()
-    dpx.apply_plan(module, plan)
-    module(x)
-    assert top_saved_tensors_hooks(True) is None

@@ -180,25 +180,6 @@ def test_a_step_as_planned_is_not_taken_for_a_larger_one_by_what_was_there_befor
     assert peak_of_passing(lambda: module(x).sum().backward()) <= 1.002 * loose.peak
 
 
-def test_a_forward_beside_one_that_waits_for_its_backward_is_told_of_once() -> None:
-    """As in a step that compares two views of a sample: the plan is for one forward."""
-    module, plain, x, plan = make([ROWS] * 6, 0.6)
-    dpx.apply_plan(module, plan)
-    for _ in range(3):  # what was forgotten does not wait, with or without a backward
-        assert same(step(module, x), step(plain, x))
-        module(x)
-    with pytest.warns(UserWarning, match="before the backward of an earlier one"):
-        assert same(two_forwards(module, x), two_forwards(plain, x))
-    assert same(two_forwards(module, x), two_forwards(plain, x))
-
-
-def two_forwards(module: nn.Module, x: Tensor) -> list[Tensor | None]:
-    module.zero_grad(set_to_none=True)
-    loss = (module(x) * module(0.5 * x)).mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in module.parameters())]
-
-
 @pytest.mark.parametrize("budget", [1.0, 0.6])
 def test_layers_that_were_called_in_turns_are_told_of_when_all_are_called_together(budget: float) -> None:
     """Also with a plan that drops nothing, and where each of them is nothing new."""

@@ -288,19 +288,6 @@ def test_a_broken_plan_file_is_refused(tmp_path, old: str, new: str, message: st
     assert applied_plan(module) is None
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
-    module, _, x = make(ORDINARY["gpt"])
-    plan = dpx.search_plan(module, x)
-    with pytest.raises(dpx.PlanError, match="made for a GPT with parameters"):
-        dpx.apply_plan(nn.Linear(2, 2), plan)
-    dpx.apply_plan(module, plan)
-    with pytest.raises(dpx.PlanError, match="applied already"):
-        dpx.apply_plan(module, plan)
-    dpx.remove_plan(module)
-    with pytest.raises(dpx.PlanError, match="No plan is applied"):
-        dpx.remove_plan(module)
-
-
 @pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), True, "much", "0GiB"])
 def test_a_bad_budget_is_refused(budget: object) -> None:
     with pytest.raises(dpx.ConfigurationError, match="is not allowed; give positive bytes"):
