@@ -143,7 +143,7 @@ class _Turns:
         if interrupted or late:
             self.abandon()
         for index, error in late.items():
-            self.outcomes[index] = Outcome(error=error)
+            self.outcomes[index] = Outcome(error=error, is_late=True)
 
     def _join(self) -> dict[int, CollectiveError]:
         """Waits for the threads; those that do not end before the deadline, each with the same error."""

@@ -1,6 +1,10 @@
+import threading
+
 import pytest
 import torch
 
+from lightning_dpx.errors import CollectiveError
+from lightning_dpx.replicas.context import RendezvousSlot
 from lightning_dpx.replicas.workers import InlineExecutor, Task, ThreadedExecutor
 
 CPU = torch.device("cpu")
@@ -73,3 +77,25 @@ def test_saved_tensor_hooks_reach_the_workers(executor) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
         executor.run(tasks(lambda: (weight * weight).sum()))
     assert packed
+
+
+@pytest.mark.parametrize("kind", ["inline", "threads"])
+def test_of_a_task_that_hangs_and_one_that_waits_for_it_the_first_is_told_with_its_stack(kind: str) -> None:
+    executor = InlineExecutor(0.3) if kind == "inline" else ThreadedExecutor(range(2), deadline=0.3)
+    slot = RendezvousSlot()
+    is_over = threading.Event()
+
+    def meets() -> None:
+        slot.meeting.exchange(0, "all_gather", 1)
+
+    def hangs() -> None:
+        is_over.wait(60)
+
+    try:
+        # In threads both may be late: the one that waits has the same deadline.
+        with pytest.raises(CollectiveError, match="The forward of .*replica 1 on cpu did not end within") as caught:
+            executor.run(tasks(meets, hangs), slot)
+    finally:
+        is_over.set()
+        executor.close()
+    assert "is_over.wait(60)" in "\n".join(caught.value.__notes__)
