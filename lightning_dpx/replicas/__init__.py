@@ -5,6 +5,7 @@ from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.batch_norm import restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.batch_slice import BatchSlice, weights_of
 from lightning_dpx.replicas.buffer_sync import BufferMode
+from lightning_dpx.replicas.caller_context import CallerContext
 from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensors
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
 from lightning_dpx.replicas.draws import BatchDraws, SeenGenerators, Source, StepDraws, ThreadDraws, drawn_once
@@ -49,7 +50,6 @@ from lightning_dpx.replicas.slicing import (
 from lightning_dpx.replicas.thread_probe import Trial, first_loss
 from lightning_dpx.replicas.timing import StepTimes
 from lightning_dpx.replicas.two_passes import TwoPasses
-from lightning_dpx.replicas.workers import CallerContext
 
 __all__ = [
     "AttributeRules",

@@ -8,7 +8,9 @@ import torch
 
 from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
 from lightning_dpx.replicas.context import NO_MEETING, InterProcess, RendezvousSlot
-from lightning_dpx.replicas.workers import Executor, InlineExecutor, ThreadedExecutor
+from lightning_dpx.replicas.executor import Executor
+from lightning_dpx.replicas.inline_executor import InlineExecutor
+from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
 
 Execution = Literal["auto", "inline", "threads"]
 

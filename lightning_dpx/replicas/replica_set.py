@@ -28,6 +28,7 @@ from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
+from lightning_dpx.replicas.executor import Task
 from lightning_dpx.replicas.executor_choice import Execution, Lanes
 from lightning_dpx.replicas.failed_steps import end_failed_step
 from lightning_dpx.replicas.joint_backward import Roots, joint_backward
@@ -43,7 +44,6 @@ from lightning_dpx.replicas.stage_order import StageOrder
 from lightning_dpx.replicas.stage_traits import StageTraits
 from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes
-from lightning_dpx.replicas.workers import Task
 from lightning_dpx.torch_compat import run_backward
 
 # One object for the tasks of all steps, as it holds nothing.

@@ -9,7 +9,7 @@ from lightning_dpx.devices import device_context
 from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.context import ReplicaRank, as_rank
 from lightning_dpx.replicas.error_notes import annotate
-from lightning_dpx.replicas.workers import Outcome, Task
+from lightning_dpx.replicas.executor import Outcome, Task
 
 # One object for the tasks of all steps, as it holds nothing.
 _NOTHING = nullcontext()

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_dpx.replicas.batch_norm import SyncedBatchNorm, restore_batch_norm, synchronize_batch_norm
 from lightning_dpx.replicas.context import RendezvousSlot, ReplicaRank, as_rank
-from lightning_dpx.replicas.workers import Task, ThreadedExecutor
+from lightning_dpx.replicas.executor import Task
+from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
 
 CPU = torch.device("cpu")
 

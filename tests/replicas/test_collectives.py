@@ -10,7 +10,8 @@ import lightning_dpx as dpx
 from lightning_dpx.replicas import collectives
 from lightning_dpx.replicas.collectives import Rendezvous
 from lightning_dpx.replicas.context import RendezvousSlot, ReplicaRank
-from lightning_dpx.replicas.workers import Task, ThreadedExecutor
+from lightning_dpx.replicas.executor import Task
+from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_dpx.replicas.executor_choice import Lanes, make_executor
-from lightning_dpx.replicas.workers import InlineExecutor, ThreadedExecutor
+from lightning_dpx.replicas.inline_executor import InlineExecutor
+from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
 from tests.conftest import SIMULATED, sim_device
 
 CPU = torch.device("cpu")

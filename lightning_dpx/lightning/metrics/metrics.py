@@ -30,7 +30,7 @@ from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
 from lightning_dpx.python_objects.overrides import Overrides
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import BatchSlice, ReplicaRank, current_rank
-from lightning_dpx.replicas.workers import CallerContext
+from lightning_dpx.replicas.caller_context import CallerContext
 from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
 
 KINDS = (Metric, MetricCollection, MetricTracker)

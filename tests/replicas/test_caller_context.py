@@ -1,0 +1,36 @@
+"""What torch keeps for each thread is that of the caller wherever a task runs."""
+
+import pytest
+import torch
+
+from lightning_dpx.replicas.executor import Task
+from lightning_dpx.replicas.inline_executor import InlineExecutor
+from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["inline", "threads"])
+def executor(request):
+    made = InlineExecutor() if request.param == "inline" else ThreadedExecutor(range(3), 1)
+    yield made
+    made.close()
+
+
+def test_the_callers_context_reaches_the_workers(executor) -> None:
+    def look():
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+    assert executor.run([Task(0, CPU, "forward", look)]) == [(True, False, False)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert executor.run([Task(0, CPU, "forward", look)]) == [(False, False, True)]
+    with torch.inference_mode():
+        assert executor.run([Task(0, CPU, "forward", look)]) == [(False, True, False)]
+
+
+def test_saved_tensor_hooks_reach_the_workers(executor) -> None:
+    packed = []
+    weight = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+        executor.run([Task(0, CPU, "forward", lambda: (weight * weight).sum())])
+    assert packed
