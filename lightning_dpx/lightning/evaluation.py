@@ -8,10 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
-from lightning_dpx.lightning.first_draws import DrawsAppear
-from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.lightning.slice_errors import SliceStepError, on_whole_batch
+from lightning_dpx.lightning.run_again import RunAgain, StaysWhole
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice, weights_of
 
@@ -55,31 +53,25 @@ class EvaluationFlow:
             with session.replicas.python_state.iterators_of_whole_batch():
                 outputs = session.alone(name, (batch, *args[1:]), kwargs)
         else:
-            on_slices = ""
+            again: RunAgain | None = None
             try:
                 outputs = self.forward(name, slices, args, kwargs)
-            except MetricsAppear as made:
-                session.replicas.state.buffers.restore()
-                session.follow_made_metrics(name, made)
-                return self.run(name, args, kwargs)
-            except DrawsAppear as drawn:
-                session.replicas.state.buffers.restore()
-                return drawn.draws.run_again(partial(self.run, name, args, kwargs))
-            except SliceStepError as error:
-                session.replicas.state.buffers.restore()
-                on_slices = error.reason
-                error.let_go()
             except GatherError as error:
                 session.replicas.state.buffers.restore()
-                if not session.can_repeat(name):
+                again = self._again(name, error)
+                if again is None:
                     raise
-                session.whole_batches.give_whole(name, f"{error}", ADVICE)
-                return self.run(name, args, kwargs)
-            # Not while it is handled, or the user's error would be told as one that came of it.
-            if on_slices:
-                return on_whole_batch(session, name, on_slices, partial(self.run, name, args, kwargs))
+            # Not while it is handled, or an error of the whole batch would be told as one that came of it.
+            if again is not None:
+                return again.run_again(session, name, partial(self.run, name, args, kwargs))
         session.batches.end_step(name, args)
         return outputs
+
+    def _again(self, name: str, error: GatherError) -> RunAgain | None:
+        """How a step that failed on slices runs again; ``None`` where it does not."""
+        if isinstance(error, RunAgain):
+            return error.let_go()
+        return StaysWhole(f"{error}", ADVICE) if self._session.can_repeat(name) else None
 
     def forward(self, name: str, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""

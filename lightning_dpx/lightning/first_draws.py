@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
+from lightning_dpx.lightning.run_again import RunAgain
 from lightning_dpx.lightning.step_beginning import StepBeginning
 from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.replicas import MergeRules, ThreadDraws
@@ -33,7 +33,7 @@ _OTHERS = (
 )
 
 
-class DrawsAppear(GatherError):  # noqa: N818  the step goes on, whole
+class DrawsAppear(RunAgain):
     """Random numbers were drawn while slices ran, for the first time: the step is to run again on the whole batch.
 
     Args:
@@ -42,7 +42,11 @@ class DrawsAppear(GatherError):  # noqa: N818  the step goes on, whole
 
     def __init__(self, draws: "FirstDraws") -> None:
         super().__init__(REASON)
-        self.draws = draws
+        self._draws = draws
+
+    def run_again(self, session: "Session", name: str, run: Callable[[], T]) -> T:
+        """See :meth:`FirstDraws.run_again`."""
+        return self._draws.run_again(run)
 
 
 class FirstDraws:

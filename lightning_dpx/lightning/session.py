@@ -18,7 +18,6 @@ from lightning_dpx.lightning.evaluation import EvaluationFlow
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_api import TrainerFn, pl
 from lightning_dpx.lightning.memory.step_memory import NoStepMemory
-from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.metrics.metric_watch import MetricWatch
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batch_steps import MicroBatchSteps
@@ -153,12 +152,6 @@ class Session(Run):
             Whether there are replicas; if the module cannot be copied any more, the run goes on with one device.
         """
         return follow_structure(self, name)
-
-    def follow_made_metrics(self, name: str, made: MetricsAppear) -> None:
-        """A step on slices has made metrics: it runs again, whole, and the next look has replicas share them."""
-        self.metric_watch.note_repeat()
-        reason = f"{made.reason} They had begun it: what it draws, and counts outside of the module, they did as well."
-        self.whole_batches.give_next_whole(name, reason, made.advice)
 
     def cut_slices(self, micro_batches: Sequence[int], *, training: bool = True) -> bool:
         """From now on steps in this mode have their slices cut into so many micro-batches, one number for each device.

@@ -21,13 +21,11 @@ import torch
 
 from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import CollectiveError, GatherError, WholeBatchError
-from lightning_dpx.lightning.first_draws import DrawsAppear
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
-from lightning_dpx.lightning.metrics.made_metrics import MetricsAppear
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.lightning.slice_errors import SliceStepError, on_whole_batch
+from lightning_dpx.lightning.run_again import RunAgain, StaysWhole
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.replicas.shared_iterators import put_iterators_back
@@ -98,30 +96,17 @@ class TrainingFlow:
             # With the whole batch a step may write parameters, as on one device, also where others own them.
             session.replicas.state.parameters.unseen.by_step = session.step.has_other_owners and len(slices) == 1
             forward = session.memory.guarded(self.forward)
-            on_slices = ""
+            again: RunAgain | None = None
             try:
                 outputs = forward(slices, args, kwargs)
-            except MetricsAppear as made:
-                self._discard(made)
-                session.follow_made_metrics(NAME, made)
-                return self.run(args, kwargs)
-            except DrawsAppear as drawn:
-                self._discard(drawn)
-                return drawn.draws.run_again(partial(self.run, args, kwargs))
-            except SliceStepError as error:
-                self._discard(error)
-                on_slices = error.reason
-                error.let_go()
             except BaseException as error:
                 self._discard(error)
-                whole = self._whole_instead(error)
-                if whole is None:
+                again = self._again(error)
+                if again is None:
                     raise
-                session.whole_batches.give_whole(NAME, whole.reason, whole.advice)
-                return self.run(args, kwargs)
-            # Not while it is handled, or the user's error would be told as one that came of it.
-            if on_slices:
-                return on_whole_batch(session, NAME, on_slices, partial(self.run, args, kwargs))
+            # Not while it is handled, or an error of the whole batch would be told as one that came of it.
+            if again is not None:
+                return again.run_again(session, NAME, partial(self.run, args, kwargs))
             if session.gradient_hooks.before_backward_of_step:
                 session.step.show_buffers()
         put_iterators_back(session.module)
@@ -276,21 +261,23 @@ class TrainingFlow:
         what = f"{error} Of this batch, on_train_batch_end gets what the first slice returned."
         self._session.whole_batches.give_whole(NAME, what, ADVICE)
 
-    def _whole_instead(self, error: BaseException) -> WholeBatchError | None:
-        """Why a step that failed on slices begins anew with the whole batch; ``None`` where that is not possible."""
+    def _again(self, error: BaseException) -> RunAgain | None:
+        """How a step that failed on slices runs again; ``None`` where it does not."""
+        if isinstance(error, RunAgain):
+            return error.let_go()
         if isinstance(error, WholeBatchError):
             # What slices cannot do by hand shows when they do it. Of the first such step there
             # is a snapshot; later ones cannot be undone.
             if self.manual is not None and self.manual.undo_first_step():
-                return error
+                return StaysWhole(error.reason, error.advice)
         elif isinstance(error, CollectiveError):
             if error.is_disagreement and self.manual is not None and self.manual.begin_anew():
-                return WholeBatchError(
+                return StaysWhole(
                     "Its slices do not agree on what to do, as by a branch on a loss.",
                     "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
                 )
         elif isinstance(error, GatherError) and self._session.can_repeat(NAME):
-            return WholeBatchError(f"{error}", ADVICE)
+            return StaysWhole(f"{error}", ADVICE)
         return None
 
     def _discard(self, error: BaseException) -> None:

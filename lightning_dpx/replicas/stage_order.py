@@ -92,7 +92,7 @@ class StageOrder:
     def note_draws(self, stage: str, *, in_turns: bool, drew: bool) -> None:
         """What the stage drew from generators that its replicas share, or that it drew nothing."""
         # That replicas take turns is said once for all stages. What ran in threads is always said:
-        # its numbers were drawn in some order, and the step cannot be repeated.
+        # its numbers were drawn in some order, and not every step can run again.
         known = self.traits.has_drawn
         self.traits.note_draws(stage, training=self._module.training, drew=drew)
         if not drew or (in_turns and known):
@@ -101,9 +101,9 @@ class StageOrder:
             text = "its replicas take turns instead of running in threads"
         elif self._partition.trains_apart:
             self._partition.merges_in_training = True
-            text = "this step, which ran in threads, is not reproducible; from here on they take their slices as one"
+            text = "slices in threads draw in no fixed order; from here on they are taken as one"
         else:
-            text = "this step, which ran in threads, is not reproducible; from here on the replicas take turns"
+            text = "slices in threads draw in no fixed order; from here on the replicas take turns"
         warnings.warn(
             f"The {stage} draws random numbers on the CPU, from a generator that all replicas share: {text}.",
             stacklevel=3,

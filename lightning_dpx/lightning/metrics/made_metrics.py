@@ -5,22 +5,27 @@ are made is run on one device, and replicas share them from the next one on.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_dpx.errors import GatherError, some_of
+from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.metrics.metrics import KINDS
+from lightning_dpx.lightning.run_again import RunAgain
 from lightning_dpx.python_objects.reachable import reachable
 
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+T = TypeVar("T")
 ADVICE = "Make them before fit, or in a hook between steps."
 
 
-class MetricsAppear(GatherError):  # noqa: N818  the step goes on, whole
+class MetricsAppear(RunAgain):
     """A step has made metrics in slices, and is to run again on the whole batch.
 
     Args:
@@ -29,9 +34,16 @@ class MetricsAppear(GatherError):  # noqa: N818  the step goes on, whole
     """
 
     def __init__(self, reason: str, advice: str) -> None:
-        self.reason = reason
-        self.advice = advice
         super().__init__(reason)
+        self._reason = reason
+        self._advice = advice
+
+    def run_again(self, session: "Session", name: str, run: Callable[[], T]) -> T:
+        """What the step gives for this batch, whole; at the next one the replicas share the metrics."""
+        session.metric_watch.note_repeat()
+        reason = f"{self._reason} They had begun it: what it draws, and counts outside of the module, they did as well."
+        session.whole_batches.give_next_whole(name, reason, self._advice)
+        return run()
 
 
 class MadeMetrics:
