@@ -6,6 +6,7 @@ line of Python; and what outlasts that too, an operator or a backward in C++, fi
 """
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,10 @@ from lightning_dpx.torch_compat import current_graph_task_id
 GRACE_SECONDS = 0.2  # for a step that is about to end; an exception in the middle of it is the rougher way
 BOUND_SECONDS = 0.8  # for all of it: Ctrl-C must end a fit within two seconds
 _AGAIN_SECONDS = 0.05  # a finalizer that runs at that moment swallows the exception, so it is raised again
+# The signal that a thread has an exception to raise is of the whole interpreter, and stays until that thread raises it.
+# Until then Python 3.11 does not get beyond the beginning of a function that is traced or profiled, in any thread.
+_SIGNAL_STOPS_TRACING = sys.version_info < (3, 12)
+_MOMENT = range(100)  # turns of a loop, in each of which Python looks for what is to be raised
 
 
 class StepAbandoned(BaseException):
@@ -59,8 +64,18 @@ class RunningTask:
             # Python's own way to end a thread: the exception comes before its next line of Python.
             # With the lock held, or the thread might be in its next task by then.
             thread = ctypes.c_ulong(self._thread)
+            caller = ctypes.c_ulong(threading.get_ident())
             raised = ctypes.py_object(StepAbandoned)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
+            # From here on no function may be called before the signal is gone. An exception of the calling thread's own
+            # takes it away; the other thread gives it anew as soon as it is to run, so it still ends there.
+            if _SIGNAL_STOPS_TRACING:
+                try:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, raised)
+                    for _ in _MOMENT:
+                        pass
+                except StepAbandoned:
+                    return
 
     @property
     def goes_on(self) -> bool:

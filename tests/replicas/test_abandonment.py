@@ -1,5 +1,6 @@
 """Tasks whose caller has gone end, and leave no gradients behind."""
 
+import sys
 import threading
 
 import pytest
@@ -61,3 +62,38 @@ def test_a_backward_that_had_begun_leaves_no_gradient_and_later_ones_do() -> Non
     assert weight.grad is None
     (weight * 3).sum().backward()
     assert weight.grad.tolist() == [3, 3]
+
+
+def test_functions_are_traced_while_a_stopped_task_is_blocked_which_ends_as_soon_as_it_can() -> None:
+    """By a debugger, coverage, or this package, which watches the next step; Python 3.11 hung in the first function."""
+    task = RunningTask()
+    has_begun = threading.Event()
+    release = threading.Lock()
+    ended: list[str] = []
+
+    def blocked() -> None:
+        task.begin()
+        try:
+            has_begun.set()
+            release.acquire(timeout=10)  # in C, as in an operator
+            ended.append("its next line")
+        except StepAbandoned:
+            ended.append("stopped")
+        finally:
+            task.end()
+
+    release.acquire()
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    has_begun.wait()
+    stop_tasks([task])
+    assert task.goes_on
+    sys.setprofile(lambda *_: None)
+    try:
+        is_blocked = (lambda: task.goes_on)()
+    finally:
+        sys.setprofile(None)
+    assert is_blocked
+    release.release()
+    thread.join()
+    assert ended == ["stopped"]
