@@ -13,6 +13,7 @@ from lightning_dpx.lightning.first_draws import FirstDraws
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
+from lightning_dpx.lightning.own_backwards import BackwardWatch, step_of
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from lightning_dpx.lightning.step_beginning import StepBeginning
@@ -39,6 +40,7 @@ class ReplicaCall:
 
     __slots__ = (
         "_args",
+        "_backwards",
         "_changes_settings_once",
         "_checks_loss",
         "_draws",
@@ -79,6 +81,7 @@ class ReplicaCall:
         self._changes_settings_once = False
         self._draws: BatchDraws | None = None
         self._stops: list[int] | None = None  # replicas that have said that the run shall end
+        self._backwards: BackwardWatch | None = None
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
@@ -94,7 +97,8 @@ class ReplicaCall:
         context = session.context(module) if session.has_contexts else _NOTHING
         with recording, context:
             batch = session.batches.to_replica(batch_slice, self._transfer)
-            output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
+            with step_of(self._backwards, module):
+                output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
         session.batches.writes.let_go(batch_slice, others_follow=self._others_follow)
         if self._stops is not None and self._trainer.should_stop:
             # All replicas have one Trainer: taken back at once, the answer of the next slice
@@ -138,7 +142,7 @@ class ReplicaCall:
         made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
-                with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
+                with self._shared_objects(slices), self._changes_once(slices):
                     # A clone of a shared metric is where that is, and fails on the rows of another device.
                     try:
                         yield
@@ -158,6 +162,10 @@ class ReplicaCall:
             except GatherError as error:
                 # The step may run again, on the whole batch, and must not count twice.
                 state.put_back()
+                session.batches.writes.begin_again()
+                # What slices have drawn the whole batch draws again, from where one device would.
+                if beginning is not None:
+                    beginning.put_back()
                 # In objects they are still there, with what slices have given them.
                 if isinstance(error, MetricsAppear):
                     made.reset(session.modules)
@@ -174,6 +182,25 @@ class ReplicaCall:
         for reason in metrics.separate:
             advice = "Give the metric one row per sample, padded to one size."
             session.whole_batches.give_whole(self._name, reason, advice)
+
+    @contextmanager
+    def _changes_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
+        """What slices do to what the process has one of is done once, and their own backwards are refused."""
+        with self._settings_changed_once(), self._stopped_once(slices), self._backwards_refused(slices):
+            yield
+
+    @contextmanager
+    def _backwards_refused(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
+        """A backward that a step with automatic optimization runs itself has the step run on the whole batch."""
+        session = self._session
+        # By hand replicas meet in their backwards; and what cannot run again goes on.
+        is_asked = self._name == "training_step" and len(slices) > 1 and session.can_repeat(self._name)
+        if not is_asked:
+            yield
+            return
+        self._backwards = BackwardWatch(refuses=True)
+        with self._backwards.watching():
+            yield
 
     @contextmanager
     def _stopped_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:

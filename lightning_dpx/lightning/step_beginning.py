@@ -1,16 +1,19 @@
 """What a step on slices begins with: where it can be put back, the step may run again on the whole batch.
 
 It may draw random numbers for the first time (``first_draws.py``), or raise an error on a slice (``slice_errors.py``).
+A batch that a check has seen written is kept as the loader gave it: memory that NumPy shares counts no writes.
 """
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
 from lightning_dpx.replicas import BatchSlice, MergeRules, SeenGenerators
+from lightning_dpx.replicas.tensor_checksums import checksums
 from lightning_dpx.torch_compat import version_counter
 
 if TYPE_CHECKING:
@@ -38,7 +41,9 @@ class StepBeginning:
         self._slices = slices
         self._rules = rules
         self.generators: SeenGenerators = session.replicas.traits.draws.now()
-        self._versions = _versions_of(slices)
+        # A copy costs each step time and memory, so it is made where a check has seen that there is need.
+        self._kept = BatchCopy(slices) if rules.writes_batch else None
+        self._versions = [] if rules.writes_batch else _versions_of(slices)
         session.replicas.python_state.hold_tensors()
 
     def can_begin_again(self) -> bool:
@@ -46,16 +51,60 @@ class StepBeginning:
         return self._session.can_repeat(self._name) and self._is_untouched()
 
     def put_back(self) -> None:
-        """The generators are where the batch began: one device draws from there."""
+        """The generators are where the batch began, as one device draws from there; and a kept batch is put back."""
         self.generators.put_back()
+        if self._kept is not None:
+            self._kept.put_back()
 
     def _is_untouched(self) -> bool:
         """Whether the batch still is what the loader gave, and what slices have left in the module can be put back."""
-        if None in self._versions or _versions_of(self._slices) != self._versions:
+        if self._kept is None and (None in self._versions or _versions_of(self._slices) != self._versions):
             return False
         attributes = self._rules.attributes
         lists = [place.attribute.rpartition(".") for place in {*attributes.appended, *attributes.growing}]
         return self._session.replicas.python_state.can_put_back([(path, name) for path, _, name in lists])
+
+
+class BatchCopy:
+    """What the slices of a batch hold, of a step that writes it.
+
+    Args:
+        slices: Of the batch, as the loader gave it.
+    """
+
+    def __init__(self, slices: Sequence[BatchSlice]) -> None:
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        # Of every slice: each has views of other rows.
+        for batch_slice in slices:
+            for array in arrays_in(batch_slice.batch):
+                if isinstance(array, torch.Tensor):
+                    self._tensors.append((array, array.detach().clone()))
+                elif array.flags.writeable:
+                    self._arrays.append((array, array.copy()))
+
+    def put_back(self) -> None:
+        """The batch holds that again."""
+        for tensor, kept in self._tensors:
+            # Nothing else may write a tensor that was made in inference mode.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(kept)
+        for array, copied in self._arrays:
+            np.copyto(array, copied)
+
+
+def contents_of(batch: Any) -> list[int]:
+    """A number for what each tensor and array of ``batch`` holds, which changes if it is written."""
+    found: list[int] = []
+    for array in arrays_in(batch):
+        if isinstance(array, torch.Tensor):
+            # Of a sparse one the number of values is part of what it holds.
+            plain = array.detach().to_dense() if array.layout != torch.strided else array
+            found += checksums([plain])
+        # The bytes of such an array are addresses.
+        elif not array.dtype.hasobject:
+            found.append(zlib.crc32(array.tobytes()))
+    return found
 
 
 def _versions_of(slices: Sequence[BatchSlice]) -> list[int | None]:

@@ -164,15 +164,33 @@ def test_what_failed_slices_have_computed_is_gone_when_the_whole_batch_runs(exec
 
 
 class WritesItsBatch(NeedsBoth):
+    """Doubles its rows in place: by a tensor, which counts its writes, or past it, by NumPy."""
+
+    by_numpy = False
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        batch[0].mul_(2)
+        if self.by_numpy:
+            rows = batch[0].numpy()
+            rows *= 2
+        else:
+            batch[0].mul_(2)
         return super().training_step(batch, batch_idx)
 
 
-def test_a_batch_that_slices_have_written_is_none_to_begin_with_again() -> None:
-    trainer = make_trainer(strategy=dpx.DPXStrategy(execution="inline"), devices=2)
-    with pytest.raises(ValueError, match="one class only"):
-        trainer.fit(WritesItsBatch("training_step"), make_sorted_loader(), make_sorted_loader())
+def weights_after_writes(*, by_numpy: bool, **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = WritesItsBatch("training_step")
+    model.by_numpy = by_numpy
+    make_trainer(**options).fit(model, make_sorted_loader(), make_sorted_loader())
+    return {**model.state_dict(), "labels": torch.tensor(model.labels)}
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_a_batch_that_slices_have_written_begins_again_as_it_was(by_numpy: bool, execution: str) -> None:
+    expected = weights_after_writes(by_numpy=by_numpy)
+    with pytest.warns(UserWarning, match=ON_A_SLICE):
+        seen = weights_after_writes(by_numpy=by_numpy, strategy=dpx.DPXStrategy(execution=execution), devices=2)
+    assert_equal(seen, expected)
 
 
 def test_errors_that_have_a_remedy_of_their_own_are_not_of_slices() -> None:

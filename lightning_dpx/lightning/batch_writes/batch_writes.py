@@ -89,6 +89,10 @@ class BatchWrites:
         self._shown = MISSING
         self._given = []
 
+    def begin_again(self) -> None:
+        """The step runs again, on the whole batch: what its slices have written is taken back."""
+        self._given = []
+
     @property
     def is_watched(self) -> bool:
         """Whether a hook looks at the batch after its step."""

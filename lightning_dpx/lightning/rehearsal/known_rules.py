@@ -123,6 +123,7 @@ class KnownRules:
             metrics_give_slices=judge.metrics_give_slices,
             draws_once=judge.draws_once,
             draws=before.draws or judge.draws,
+            writes_batch=before.writes_batch or judge.writes_batch,
         )
         return self._rules[key]
 

@@ -19,6 +19,7 @@ import torch
 
 from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
+from lightning_dpx.lightning.own_backwards import ADVICE, REASON
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
@@ -457,6 +458,8 @@ class Rehearsal:
         # By hand, slices hear of it when they ask for one.
         if whole.keeps_graph:
             raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")
+        if whole.runs_backward:
+            raise SlicesFail(REASON, ADVICE)
         if whole.set_on_parameters:
             names = ", ".join(whole.set_on_parameters[:3])
             raise SlicesFail(

@@ -15,6 +15,7 @@ from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.made_metrics import MadeMetrics, why_whole
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
+from lightning_dpx.lightning.own_backwards import BackwardWatch, step_of
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
     Observation,
     attributes_of,
@@ -31,6 +32,7 @@ from lightning_dpx.lightning.rehearsal.shadow_step import (
     logged_value,
     recording,
 )
+from lightning_dpx.lightning.step_beginning import contents_of
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import (
     BatchSlice,
@@ -237,6 +239,7 @@ class _StepsOnShadow:
         # Copied for each step, which may write it in place.
         batch_slice = BatchSlice(replicas.root, self._num_rows, self._rows.whole(self._num_rows))
         writes = step.watch_batch(batch_slice.batch)
+        contents = contents_of(batch_slice.batch)
         log = StepLog(batch_slice)
         # Looked for anew before each step, as one may make lists
         # that the next one appends to.
@@ -250,6 +253,7 @@ class _StepsOnShadow:
         with step.context(), calls as seen.metric_calls, watched:
             call = partial(self._call, log, writes)
             seen.output = replicas.run(step.call.name, [batch_slice], call)[0]
+        seen.writes_batch |= contents_of(batch_slice.batch) != contents
         # By hand its backward lies inside of it.
         if not step.by_hand:
             step.sandbox.real_module.note_step()
@@ -279,7 +283,11 @@ class _StepsOnShadow:
             transfer = Transfer(shadow.trainer, shadow, call.dataloader_idx)
             batch = transfer.to_replica(batch_slice)
             writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
-            output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+            backwards = BackwardWatch(refuses=False)
+            with backwards.watching(), step_of(backwards, shadow):
+                output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+        # By hand that is what a step is for.
+        self.seen.runs_backward |= backwards.seen and step.trains and not step.by_hand
         writes.let_go(batch_slice, others_follow=False)
         return output
 

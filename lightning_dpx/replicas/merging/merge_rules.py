@@ -34,6 +34,7 @@ class MergeRules:
             all, which slices wait for.
         draws_once: From where steps draw as often for a batch as for a slice, so that all slices shall draw the same.
         draws: Whether rehearsals have seen steps draw from a generator of the host at all.
+        writes_batch: Whether rehearsals have seen steps write their batch.
     """
 
     outputs: dict[str, Rule] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class MergeRules:
     metrics_give_slices: bool = False
     draws_once: set[Source] = field(default_factory=set)
     draws: bool = False
+    writes_batch: bool = False
 
     def __post_init__(self) -> None:
         # They have the same rehearsals.

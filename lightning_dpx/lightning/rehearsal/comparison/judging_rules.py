@@ -36,7 +36,7 @@ class JudgingRules(MergeRules):
         loss_reduction: str,
         unstable: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(loss_reduction=loss_reduction)
+        super().__init__(loss_reduction=loss_reduction, writes_batch=whole.writes_batch)
         self._whole = whole
         self._tolerance = tolerance
         self._unstable = unstable

@@ -1,0 +1,172 @@
+"""Steps with automatic optimization that run a backward themselves, as of an auxiliary loss.
+
+What it leaves in ``.grad`` is of a slice, and weighs nothing: on one device it is zeroed before Lightning's backward,
+or added to the gradients of an accumulation window. So such a step has its batches whole. Gradients of inputs, which
+reach no parameter, are each slice's own, and stay.
+
+``loss.backward()`` ends in ``torch.autograd.backward``, which asks here while steps run on slices.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.run_again import StaysWhole
+from lightning_dpx.python_objects.overrides import overridden
+
+REASON = "It runs a backward itself, which adds to the gradients of parameters what a slice has."
+ADVICE = "For all devices to take part, add that loss to the one that the step returns."
+
+
+class OwnBackwardError(StaysWhole):
+    """A step has begun a backward on a slice, which has written nothing yet: it is to run on the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__(REASON, ADVICE)
+
+
+class BackwardWatch:
+    """Looks for backwards of a step that reach parameters.
+
+    Args:
+        refuses: Whether such a backward ends the step.
+
+    Attributes:
+        seen: Whether there was one.
+    """
+
+    def __init__(self, *, refuses: bool) -> None:
+        self._refuses = refuses
+        self.seen = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Steps run in here, in this thread or others."""
+        _REDIRECTED.begin()
+        try:
+            yield
+        finally:
+            _REDIRECTED.end()
+
+    def follow(self, roots: Iterable[Any], inputs: Any, parameters: Iterable[nn.Parameter]) -> None:
+        """A backward begins.
+
+        Args:
+            roots: What it begins from.
+            inputs: The tensors that shall get gradients; ``None`` for all.
+            parameters: Of the module whose step it is.
+
+        Raises:
+            OwnBackwardError: it would write gradients of slices.
+        """
+        # By id: to compare parameters is to compare their numbers.
+        trained = set(map(id, parameters))
+        leaves = _leaves_of(roots) if inputs is None else _as_tuple(inputs)
+        if any(id(leaf) in trained for leaf in leaves):
+            self.seen = True
+            if self._refuses:
+                raise OwnBackwardError
+
+
+# The step that the calling code belongs to, and the parameters of its module.
+_RUNNING: ContextVar[tuple[BackwardWatch, nn.Module] | None] = ContextVar("lightning_dpx_step", default=None)
+
+
+class step_of:  # noqa: N801  a context manager, entered for every slice: no generator
+    """The calling code is a step of ``module`` for a while.
+
+    Args:
+        watch: What is told of its backwards; ``None`` where nothing is.
+        module: Of the replica.
+    """
+
+    __slots__ = ("_token", "_value")
+
+    def __init__(self, watch: BackwardWatch | None, module: nn.Module) -> None:
+        self._value = None if watch is None else (watch, module)
+
+    def __enter__(self) -> None:
+        self._token = _RUNNING.set(self._value)
+
+    def __exit__(self, *_: object) -> None:
+        _RUNNING.reset(self._token)
+
+
+class _Redirected:
+    """``torch.autograd.backward`` asks first, while any run watches."""
+
+    def __init__(self) -> None:
+        # Runs may overlap, each in a thread of its own, and end in any order: the last one puts the function back.
+        self._lock = threading.Lock()
+        self._users = 0
+        self._exchanged = ExitStack()
+        self._before: Callable[..., None] = torch.autograd.backward
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._users:
+                # Asked for now: it may be another one than when this was imported.
+                self._before = torch.autograd.backward
+                self._exchanged.enter_context(overridden(torch.autograd, backward=_asked_first))
+            self._users += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._exchanged.close()
+
+    def call(self, *args: Any, **options: Any) -> None:
+        self._before(*args, **options)
+
+
+_REDIRECTED = _Redirected()
+
+
+def _asked_first(tensors: Any, *args: Any, **options: Any) -> None:
+    running = _RUNNING.get()
+    if running is not None:
+        watch, module = running
+        # By position it is the last of five.
+        inputs = args[4] if len(args) > 4 else options.get("inputs")
+        watch.follow(_as_tuple(tensors), inputs, module.parameters())
+        # Activation checkpointing runs a backward inside of this one, which is a part of it.
+        with step_of(None, module):
+            _REDIRECTED.call(tensors, *args, **options)
+        return
+    _REDIRECTED.call(tensors, *args, **options)
+
+
+def _leaves_of(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that a backward from ``roots`` comes to."""
+    # One after the other: a graph may be deeper than Python's stack.
+    waiting: list[Any] = []
+    for root in roots:
+        if isinstance(root, torch.Tensor) and root.grad_fn is None:
+            yield root
+        else:
+            waiting.append(root.grad_fn if isinstance(root, torch.Tensor) else root.node)
+    seen = set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Only the node that adds to a leaf's gradient has one.
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        waiting += [next_node for next_node, _ in node.next_functions]
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    # A GradientEdge is a named tuple, and one root.
+    is_several = isinstance(value, list | tuple) and not isinstance(value, torch.autograd.graph.GradientEdge)
+    if is_several:
+        return tuple(value)
+    return (value,)
