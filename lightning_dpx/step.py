@@ -406,6 +406,11 @@ class TrainingStep:
         early.add_gradients(gradient, {waiting.batch_slice.replica.index: waiting.weight for waiting in pending})
         self._collect_buffers()
 
+    def end_without_backward(self) -> None:
+        """After a forward without graphs, which no backward follows: the buffers are those of the whole batch."""
+        self._pending = []
+        self._collect_buffers()
+
     def _collect_buffers(self) -> None:
         """Collects the buffers, which must not change before backward has ended."""
         # Batch norm keeps its running statistics for the backward.

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.errors import DPXError, GatherError, some_of
 from lightning_dpx.lightning.first_draws import FirstDraws
+from lightning_dpx.lightning.first_writes import follow_first_writes
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
@@ -138,6 +139,7 @@ class ReplicaCall:
         beginning: StepBeginning | None = None
         if len(slices) > 1 and rules.news.seen is not None:
             beginning = StepBeginning(session, self._name, slices, rules)
+            session.replicas.state.buffers.watch(rules.written_buffers)
         made = session.metric_watch.made
         made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
@@ -157,6 +159,8 @@ class ReplicaCall:
                     if len(slices) > 1:
                         if beginning is not None and not rules.draws:
                             FirstDraws(session, self._name, beginning, rules).follow()
+                        if beginning is not None:
+                            follow_first_writes(session, self._name, slices, rules, beginning)
                         _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
                         _follow_metrics(session, self._name)
             except GatherError as error:

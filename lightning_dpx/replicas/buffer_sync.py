@@ -84,6 +84,10 @@ class BufferSync:
         self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
         self._may_restore = False
         self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and the memory that a backward needs
+        self._known: frozenset[str] | None = None
+        self._known_of: Sequence[torch.Tensor] = ()
+        self._watched: dict[int, str] = {}  # names of buffers, by their places, that no step is known to write
+        self._as_given: dict[int, list[tuple[torch.Tensor, int]]] = {}  # those of a replica when its step began
         self._to_come: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # in a backward: what follows it, and version
 
     def follow(self, replica: Replica) -> None:
@@ -104,6 +108,44 @@ class BufferSync:
                 for source, target in zip(self._root.buffers, replica.buffers, strict=True):
                     if target is not source:
                         target.copy_(source, non_blocking=True)
+        # After the copies, which count as writes.
+        if self._watched:
+            self._as_given = {replica.index: self._watched_of(replica) for replica in (self._root, *self._others)}
+
+    def watch(self, known: frozenset[str]) -> None:
+        """Before a step: it is noted whether it writes others than the ``known`` buffers."""
+        self._as_given = {}
+        # To name buffers is to walk all modules, so it is done where something is new.
+        if known is self._known and self._root.buffers is self._known_of:
+            return
+        self._known, self._known_of = known, self._root.buffers
+        places = {id(buffer): place for place, buffer in enumerate(self._root.buffers)}
+        self._watched = {}
+        for name, buffer in self._root.module.named_buffers():
+            if name not in known and id(buffer) in places:
+                self._watched[places[id(buffer)]] = name
+
+    def written(self, active: Sequence[Replica]) -> list[str]:
+        """After a forward: names of the watched buffers that a step has written, or put others in place of."""
+        found = dict[str, None]()
+        for replica in active:
+            given = self._as_given.get(replica.index)
+            if given is None:
+                continue
+            replica.refresh()
+            # Where a step has registered more, places are others.
+            if len(replica.buffers) != len(self._root.buffers):
+                continue
+            now = self._watched_of(replica)
+            for name, (before, version), (buffer, count) in zip(self._watched.values(), given, now, strict=True):
+                if buffer is not before or count != version:
+                    found[name] = None
+        return list(found)
+
+    def _watched_of(self, replica: Replica) -> list[tuple[torch.Tensor, int]]:
+        buffers = [replica.buffers[place] for place in self._watched]
+        # Tensors of inference mode count nothing.
+        return [(buffer, 0 if buffer.is_inference() else version_counter(buffer)) for buffer in buffers]
 
     def _replace(self, replica: Replica) -> None:
         """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""

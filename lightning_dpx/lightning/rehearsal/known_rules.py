@@ -124,6 +124,7 @@ class KnownRules:
             draws_once=judge.draws_once,
             draws=before.draws or judge.draws,
             writes_batch=before.writes_batch or judge.writes_batch,
+            written_buffers=before.written_buffers | judge.written_buffers,
         )
         return self._rules[key]
 
@@ -142,6 +143,29 @@ class KnownRules:
                     rules.attributes.disjoint.discard(path.removeprefix("self."))
                 if now[path].rules and path in chosen_rules:
                     chosen_rules[path] = now[path].rules[0]
+
+    def narrow_buffers(self, key: Key, judge: JudgingRules, unstable: frozenset[str]) -> list[str]:
+        """Takes over the rules of buffers that another look has found to come together in another way by now.
+
+        Args:
+            key: Of the step.
+            judge: Of the look.
+            unstable: What it could not compare.
+
+        Returns the names of those that come together in no way any more.
+        """
+        rules = self._rules[key]
+        rules.written_buffers |= judge.written_buffers
+        lost: list[str] = []
+        for name, fitting in judge.of_buffers.fitting.items():
+            # Beside a large count a few rows are next to nothing, and all rules fit.
+            if rules.buffers.get(name, "first") in fitting or f"state:{name}" in unstable:
+                continue
+            if fitting:
+                rules.buffers[name] = fitting[0]
+            elif rules.buffers.pop(name, None) is not None:
+                lost.append(name)
+        return lost
 
     def _tell_late_sums(self, key: Key, findings: Mapping[str, Finding]) -> None:
         """Batches until here may have been averaged, where they had to be added."""

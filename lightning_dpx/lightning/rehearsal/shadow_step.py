@@ -247,6 +247,8 @@ class ShadowStep:
                         # Summed as in the run, so that what is compared has passed through the
                         # strategy's own reduction.
                         step.reduce()
+                elif step is not None:
+                    step.end_without_backward()
                 seen.loss = loss.detach().cpu()
             seen.keeps_graph = any(one.grad is not None and one.grad.requires_grad for one in owners)
             seen.gradients = {

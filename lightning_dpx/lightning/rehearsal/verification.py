@@ -134,7 +134,7 @@ class Verification:
             with self._trial():
                 rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif self._known.is_checked(key) and len(slices) > 1 and not self._lacks_room(name):
-            if not is_known and self._spot_checks.is_due(key):
+            if not is_known and self._spot_checks.is_due(key, self._strategy.lightning_module.current_epoch):
                 with self._trial():
                     rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
@@ -274,6 +274,8 @@ class Verification:
             self._least_rows[key] = rehearsal.least_rows
         num_repeats = self._again[key] if self._again[key] == _AT_MOST else None
         rules = self._known.learn(key, outcome, news, num_repeats=num_repeats)
+        # Norms are in eval mode in a check, and write their buffers in the run.
+        rules.written_buffers = rules.written_buffers.union(self._buffers_of(rehearsal.norms))
         # Kept unless the step does something new: processes have agreed on it, and one
         # alone must not leave that.
         if self._again[key] and not (news and strategy.num_processes == 1):
@@ -290,6 +292,10 @@ class Verification:
             self._tell_differences(key, outcome.comparison)
         elif not self._verdicts.normalizes_slices(call.name, rehearsal.norms) and (news or not self._again[key]):
             self._verdicts.agrees(outcome.comparison)
+
+    def _buffers_of(self, names: Sequence[str]) -> list[str]:
+        module = self._strategy.lightning_module
+        return [f"{name}.{own}" for name in names for own, _ in module.get_submodule(name).named_buffers()]
 
     def _tell_differences(self, key: Key, comparison: Comparison) -> None:
         is_told = self._spot_checks.is_told(key, comparison.subjects())
@@ -327,6 +333,8 @@ class Verification:
         # What is drawn by rows after all must not be drawn alike by all slices.
         rules.draws_once -= outcome.judge.draws_by_rows
         self._known.narrow(key, outcome)
+        lost = self._known.narrow_buffers(key, outcome.judge, outcome.unstable)
+        comparison.differences += [("kept value", f"self.{name} comes together from slices no more") for name in lost]
         self._keep_order(call.name, outcome.comparison)
         if not comparison.differences:
             return False

@@ -1,6 +1,6 @@
 """How a buffer that a step writes comes together from slices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,16 @@ class BufferJudge:
     Args:
         state: What one device has left, by name.
         tolerance: How far slices may be from it.
+        written: Names of those that it has changed.
 
     Attributes:
         fitting: By name, all rules that reproduce a buffer.
     """
 
-    def __init__(self, state: Mapping[str, Any], tolerance: Tolerance) -> None:
+    def __init__(self, state: Mapping[str, Any], tolerance: Tolerance, written: Collection[str] = ()) -> None:
         self._state = state
         self._tolerance = tolerance
+        self._written = written
         self.fitting: dict[str, list[BufferRule]] = {}
 
     def rule(self, name: str, value: Callable[[BufferRule], torch.Tensor | None]) -> BufferRule:
@@ -46,6 +48,9 @@ class BufferJudge:
         # All slices have the same, and so has one device. Otherwise what they have adds up, as a count of rows does
         # where each slice has one.
         if are_alike and self._reproduces(whole, value("first")):
+            # What was added up until now may be set: of a constant, which may be large, nothing is computed.
+            if name in self._written:
+                self.fitting[name] = [rule for rule in _RULES if self._reproduces(whole, value(rule))]
             return "first"
         # Where they differ, the first one's is the whole batch's by chance: its rows may have the largest of all.
         fitting = [rule for rule in _RULES if self._reproduces(whole, value(rule))]

@@ -37,11 +37,12 @@ class JudgingRules(MergeRules):
         unstable: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(loss_reduction=loss_reduction, writes_batch=whole.writes_batch)
+        self.written_buffers = frozenset(_written(whole))
         self._whole = whole
         self._tolerance = tolerance
         self._unstable = unstable
         self.attributes: AttributeJudge = AttributeJudge(whole, tolerance, unstable)
-        self.of_buffers: BufferJudge = BufferJudge(whole.state, tolerance)
+        self.of_buffers: BufferJudge = BufferJudge(whole.state, tolerance, self.written_buffers)
         self.loss: LossJudge = LossJudge(whole.loss, tolerance, decides=decides_loss, is_unstable="loss" in unstable)
         self.findings: dict[str, Finding] = {}
         self.logged_findings: dict[str, Finding] = {}
@@ -108,3 +109,14 @@ class JudgingRules(MergeRules):
         """Mean or sum, whichever is the whole batch's loss."""
         self.loss_reduction = self.loss.reduction(losses, weights, self.loss_reduction)
         return self.loss_reduction
+
+
+def _written(whole: Observation) -> list[str]:
+    """Names of tensors, buffers among them, that one device has changed."""
+    found: list[str] = []
+    for name, value in whole.state.items():
+        if isinstance(value, torch.Tensor):
+            before = whole.state_before.get(name)
+            if not isinstance(before, torch.Tensor) or not torch.equal(before, value):
+                found.append(name)
+    return found

@@ -1,0 +1,78 @@
+"""Buffers that steps begin to write, or write in another way, in a later batch are what one device has there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_dpx as dpx
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
+from tests.lightning.several_replicas import on_replicas
+
+WRITES = "It writes self.kept in this batch, and wrote nothing there when it was checked"
+WAYS: dict[str, dict[str, Any]] = {
+    "replicas": on_replicas(3),
+    "micro-batches": {"strategy": dpx.DPXStrategy(micro_batches=2), "devices": 1, "accelerator": "cpu"},
+}
+
+
+class KeepsRows(Classifier):
+    """What ``write`` makes of its buffer and the rows."""
+
+    def __init__(self, write: Callable[["KeepsRows", torch.Tensor], None]) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(8))
+        self.kept: torch.Tensor
+        self.write = write
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.write(self, batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def from_the_sixth_batch_on(model: KeepsRows, rows: torch.Tensor) -> None:
+    """No batch at which a step is looked at anyway."""
+    if model.global_step >= 5:
+        model.kept += rows.sum(0)
+
+
+def another_tensor_in_the_sixth_batch(model: KeepsRows, rows: torch.Tensor) -> None:
+    if model.global_step == 5:
+        model.kept = rows.amax(0)
+
+
+def by_epoch(model: KeepsRows, rows: torch.Tensor) -> None:
+    """A mean, then a maximum, then one number that is set, then a sum."""
+    if model.current_epoch == 0:
+        model.kept.copy_(rows.mean(0))
+    elif model.current_epoch == 1:
+        model.kept.copy_(torch.maximum(model.kept, rows.amax(0)))
+    elif model.current_epoch == 2:
+        model.kept.fill_(1.0)
+    else:
+        model.kept += rows.sum(0)
+
+
+def buffers_of(write: Callable[[KeepsRows, torch.Tensor], None], **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = KeepsRows(write)
+    loader = make_loader()
+    make_trainer(max_epochs=4, **options).fit(model, loader, loader)
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("write", [from_the_sixth_batch_on, another_tensor_in_the_sixth_batch])
+def test_a_buffer_that_is_written_for_the_first_time_is_written_by_the_whole_batch(
+    way: str, write: Callable[[KeepsRows, torch.Tensor], None]
+) -> None:
+    expected = buffers_of(write, devices=1, accelerator="cpu")
+    with pytest.warns(UserWarning, match=WRITES):
+        seen = buffers_of(write, **WAYS[way])
+    assert_equal(seen, expected)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_a_buffer_may_be_written_in_another_way_from_some_epoch_on(way: str) -> None:
+    assert_equal(buffers_of(by_epoch, **WAYS[way]), buffers_of(by_epoch, devices=1, accelerator="cpu"))
