@@ -79,7 +79,13 @@ class Counterparts:
             replica.hidden.add([(tensor, copied)])
             return copied
 
-        return self._copied(value, memo, place)
+        def place_buffer(tensor: torch.Tensor) -> torch.Tensor:
+            # Now, and not when it is first used: by then the first replica's forward may have written it.
+            copied = copied_to(tensor, device_beside(tensor, self._root.device, replica.device))
+            replica.hidden.add([(tensor, copied)])
+            return copied
+
+        return self._copied(value, memo, place, place_buffer)
 
     def back(self, replica: Replica, value: Any) -> Any:
         """``value`` of ``replica`` for the root."""
@@ -93,10 +99,10 @@ class Counterparts:
 
         return self._copied(value, self._memo(replica, back=True), place)
 
-    def _copied(self, value: Any, known: dict[int, Any], place: Any) -> Any:
+    def _copied(self, value: Any, known: dict[int, Any], place: Any, place_buffer: Any = None) -> Any:
         memo = dict(known)
         try:
-            prepare_memo(memo, [value], [], place=place, is_boundary=self.is_boundary)
+            prepare_memo(memo, [value], [], place=place, is_boundary=self.is_boundary, place_buffer=place_buffer)
             return copy.deepcopy(value, memo)
         except Exception:  # noqa: BLE001  iterators, files, C handles: there is one of it, for all
             return value

@@ -13,6 +13,7 @@ from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE, slot_c
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.origin import package_of
 from lightning_dpx.replicas.copying.shared_objects import is_shared, modules_without
+from lightning_dpx.replicas.hidden_arrays import arrays_of_hidden
 from lightning_dpx.replicas.mirrors import has_attributes
 
 _OWN_PACKAGE = package_of(__name__)
@@ -41,6 +42,10 @@ class StateFingerprint:
                 continue
             if (mark := _mark(value)) is not None:
                 yield key, (value, mark)
+        # All else that such modules hold each replica has for itself.
+        for _, array in arrays_of_hidden(self._module, self._is_boundary):
+            if id(array) not in graph.objects:
+                yield id(array), (array, _mark(array))
 
     def _is_boundary(self, value: Any) -> bool:
         return is_boundary(value, self._kept)

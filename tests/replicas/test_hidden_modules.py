@@ -111,6 +111,32 @@ def test_a_teacher_in_a_list_is_what_hooks_make_of_it(change: Any, execution: st
     assert_equal(weights[1], weights[0])
 
 
+class LearnsFromNormed(Classifier):
+    """Its critic, in a list, is sent to the device by a hook; every forward of it goes on with the buffers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critics = [nn.utils.spectral_norm(nn.Linear(8, 3))]
+
+    def on_fit_start(self) -> None:
+        self.critics[0].to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]) - self.critics[0](batch[0]).detach()).square().mean()
+
+
+@pytest.mark.usefixtures("hardware")
+def test_buffers_of_a_module_in_a_list_are_those_before_the_step_for_every_replica(execution: str) -> None:
+    states = []
+    for options in ({}, {"strategy": strategy_in(execution), "devices": 3}):
+        torch.manual_seed(0)
+        model = LearnsFromNormed()
+        make_trainer(**options).fit(model, make_loader(), make_loader(16))
+        critic = {f"critic.{name}": value.cpu() for name, value in model.critics[0].state_dict().items()}
+        states.append({**model.state_dict(), **critic})
+    assert_equal(states[1], states[0])
+
+
 def take_the_place(teachers: list[nn.Module], teacher: nn.Module) -> None:
     teachers[0] = teacher
 

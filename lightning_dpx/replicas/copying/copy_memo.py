@@ -18,6 +18,7 @@ from lightning_dpx.replicas.copying.function_copies import functions_that_keep, 
 from lightning_dpx.replicas.copying.module_shells import make_shells
 from lightning_dpx.replicas.copying.shared_objects import LOCKS, Memo
 from lightning_dpx.replicas.copying.weak_references import copy_references, copy_weak_tables, held_strongly
+from lightning_dpx.replicas.hidden_arrays import arrays_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class _Walks:
         return self.rest.leading() | self.whole.leading()
 
 
-def prepare_memo(
+def prepare_memo(  # noqa: PLR0913  two callers, each of which has ways of its own to place what it copies
     memo: Memo,
     shared: Iterable[Any],
     private: Iterable[Any],
@@ -77,6 +78,7 @@ def prepare_memo(
     place: Callable[[torch.Tensor], torch.Tensor],
     is_boundary: Callable[[Any], bool],
     module: nn.Module | None = None,
+    place_buffer: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Registers in ``memo`` the counterparts that ``copy.deepcopy`` would get wrong, or must not make.
 
@@ -92,6 +94,7 @@ def prepare_memo(
         place: Makes the counterpart of a tensor.
         is_boundary: What stays the same object in any case.
         module: The module whose structure is copied, too, before anything refers to its submodules.
+        place_buffer: Makes the counterpart of a buffer of a module behind the values; as ``place`` unless given.
     """
     shared = list(shared)
     private = list(private)
@@ -113,7 +116,7 @@ def prepare_memo(
     walks = _Walks.of(shared, private, has_own, stops)
     # Ids are good as long as their objects live: the memo holds the walks, which hold the objects.
     memo[id(walks)] = walks
-    placed = _enter_tensors(memo, walks, place, is_boundary, known)
+    placed = _enter_tensors(memo, walks, _Placing(walks, place, place_buffer or place), is_boundary, known)
     # Functions are made empty, then the modules get their states, then the functions what they
     # capture: either may lead to the other, and deepcopy finds what the memo has.
     unknown = {key: value for key, value in walks.objects.items() if key not in memo}
@@ -134,7 +137,7 @@ def prepare_memo(
 def _enter_tensors(
     memo: Memo,
     walks: _Walks,
-    place: Callable[[torch.Tensor], torch.Tensor],
+    placing: "_Placing",
     is_boundary: Callable[[Any], bool],
     known: frozenset[int],
 ) -> list[torch.Tensor]:
@@ -143,23 +146,65 @@ def _enter_tensors(
     Args:
         memo: Gets both.
         walks: What the copy leads to.
-        place: Makes the counterpart of a tensor.
+        placing: Makes the counterpart of a tensor.
         is_boundary: What stays the same object in any case.
         known: Ids that the memo had before.
     """
     placed: list[torch.Tensor] = []
+    arrays = _arrays_of_hidden(walks)
     for key, value in walks.objects.items():
         if key in known:
             continue
         if isinstance(value, torch.Tensor):
-            memo[key] = place(value)
+            memo[key] = placing(value)
             if key in walks.rest.objects or key in walks.hidden.objects:
                 placed.append(value)
             continue
-        is_copied = key in walks.leading or key in walks.whole.objects
+        # An array is on the host for all devices. A copy would not see what hooks write into it, which nothing counts.
+        is_copied = key in walks.leading or (key in walks.whole.objects and key not in arrays)
         if is_boundary(value) or isinstance(value, LOCKS) or not is_copied:
             memo[key] = value
     return placed
+
+
+class _Placing:
+    """Makes the counterparts of tensors.
+
+    Args:
+        walks: What leads to them.
+        place: Makes that of a tensor.
+        place_buffer: Makes that of a buffer.
+    """
+
+    def __init__(
+        self,
+        walks: _Walks,
+        place: Callable[[torch.Tensor], torch.Tensor],
+        place_buffer: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._place = place
+        self._place_buffer = place_buffer
+        self._buffers: set[int] = set()
+        if place_buffer is place:
+            return
+        for value in walks.rest.objects.values():
+            if isinstance(value, nn.Module):
+                self._buffers.update(map(id, value.buffers()))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """That of ``tensor``."""
+        if id(tensor) in self._buffers:
+            return self._place_buffer(tensor)
+        return self._place(tensor)
+
+
+def _arrays_of_hidden(walks: _Walks) -> set[int]:
+    """The ids of arrays of modules that are kept in a list, say, as those of submodules are shared."""
+    found: set[int] = set()
+    for value in walks.rest.objects.values():
+        if isinstance(value, nn.Module):
+            found.update(map(id, arrays_of(value)))
+    return found
 
 
 def _is_module(value: Any) -> bool:

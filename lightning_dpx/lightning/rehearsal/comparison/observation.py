@@ -20,6 +20,7 @@ from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pair
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
+from lightning_dpx.replicas.hidden_arrays import arrays_of_hidden
 
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
 
@@ -265,6 +266,7 @@ def attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
                 yield prefix + key, dim_zero_cat(value) if isinstance(value, list) and value else value
     yield from own_attributes_of(module)
     yield from module.named_buffers()
+    yield from arrays_of_hidden(module)
 
 
 def own_attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
