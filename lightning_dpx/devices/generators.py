@@ -41,6 +41,10 @@ class RandomStates:
 
     __hash__: None = None  # type: ignore[assignment]
 
+    def same_on_devices(self, other: "RandomStates") -> bool:
+        """Whether the generators of all devices but the host are where they were then."""
+        return all(map(torch.equal, self._all()[1:], other._all()[1:]))
+
     def _all(self) -> list[torch.Tensor]:
         return [self._host, *(state for _, state in self._states)]
 

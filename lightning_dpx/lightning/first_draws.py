@@ -73,7 +73,9 @@ class FirstDraws:
             DrawsAppear: the step is to run again, on the whole batch.
         """
         watch = self._session.replicas.traits.draws
-        if watch.is_of_others or not watch.has_drawn(self._beginning.generators):
+        on_host = not watch.is_of_others and watch.has_drawn(self._beginning.generators)
+        # Other threads mostly draw on the host, and one that draws on a device is seen when the step runs again.
+        if not on_host and not self._beginning.has_drawn_on_devices():
             return
         if not self._beginning.can_begin_again():
             self._rules.news.note_first_draws()
@@ -102,6 +104,7 @@ class FirstDraws:
         by_states = watch.has_drawn if is_compiled else watch.has_drawn_outside_torch
         is_own = own.seen or by_states(self._beginning.generators)
         # A step that seeds a generator leaves it where its slices have.
+        is_own = is_own or self._beginning.has_drawn_on_devices()
         is_own = is_own or (watch.has_drawn(self._beginning.generators) and not watch.has_drawn(self._after))
         if is_own:
             whole_batches.announce_batch(self._name, REASON, "", REASON)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_dpx.devices import RandomStates, is_host
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in
 from lightning_dpx.replicas import BatchSlice, MergeRules, SeenGenerators
 from lightning_dpx.replicas.tensor_checksums import checksums
@@ -41,6 +42,9 @@ class StepBeginning:
         self._slices = slices
         self._rules = rules
         self.generators: SeenGenerators = session.replicas.traits.draws.now()
+        # Each device has one of its own, from which the whole batch draws on the first.
+        devices = [device for device in session.replicas.devices if not is_host(device)]
+        self._on_devices = RandomStates(devices) if devices else None
         # A copy costs each step time and memory, so it is made where a check has seen that there is need.
         self._kept = BatchCopy(slices) if rules.writes_batch else None
         self._versions = [] if rules.writes_batch else _versions_of(slices)
@@ -50,9 +54,16 @@ class StepBeginning:
         """Whether the step can run on the whole batch as if it had not run on slices."""
         return self._session.can_repeat(self._name) and self._is_untouched()
 
+    def has_drawn_on_devices(self) -> bool:
+        """Whether anything was drawn from the generators of accelerators since."""
+        states = self._on_devices
+        return states is not None and not states.same_on_devices(states.again())
+
     def put_back(self) -> None:
         """The generators are where the batch began, as one device draws from there; and a kept batch is put back."""
         self.generators.put_back()
+        if self._on_devices is not None:
+            self._on_devices.restore()
         if self._kept is not None:
             self._kept.put_back()
 

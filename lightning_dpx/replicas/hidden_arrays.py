@@ -61,9 +61,21 @@ def arrays_of(module: nn.Module, is_boundary: Callable[[Any], bool] = lambda val
 
 def _kept(module: nn.Module, kind: type, is_boundary: Callable[[Any], bool]) -> list[Any]:
     """What of this kind the attributes of one module lead to, through containers."""
+    own = (value for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
+    return found_in(own, kind, is_boundary)
+
+
+def found_in(values: Iterable[Any], kind: type, is_boundary: Callable[[Any], bool] = lambda value: False) -> list[Any]:
+    """What of a kind is among ``values``, or in lists, tuples and dicts of them.
+
+    Args:
+        values: What is searched.
+        kind: A class.
+        is_boundary: Where the search ends.
+    """
     found: list[Any] = []
     seen: set[int] = set()
-    waiting = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
+    waiting = list(values)
     # It is popped from the end.
     waiting.reverse()
     while waiting:

@@ -102,3 +102,46 @@ def test_large_containers_are_not_searched_for_optimizers_in_every_step() -> Non
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.few, module.vocabulary = [optimizer], [*range(200_000), optimizer]  # type: ignore[assignment]
     assert held_optimizers(module) == [optimizer]
+
+
+class TrainsShift(Classifier):
+    """Adds a tensor that is no parameter, and moves it along its gradient in a hook."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        shift = torch.zeros(3, requires_grad=True)
+        if place == "buffer":
+            self.register_buffer("shift", shift)
+        elif place == "attribute":
+            self.shift = shift
+        else:
+            self.shifts = [shift]
+        self.place = place
+
+    def the_shift(self) -> torch.Tensor:
+        return self.shifts[0] if self.place == "list" else self.shift
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]) + self.the_shift(), batch[1])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        shift = self.the_shift()
+        with torch.no_grad():
+            shift -= 0.1 * shift.grad
+        shift.grad = None
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute", "list"])
+@pytest.mark.parametrize("options", [{"execution": "inline"}, {"execution": "threads"}, {"micro_batches": 2}])
+def test_a_tensor_that_a_hook_trains_gets_the_gradients_of_whole_batches(place: str, options: dict[str, Any]) -> None:
+    def trained(**trainer: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = TrainsShift(place)
+        make_trainer(accelerator="cpu", **trainer).fit(model, make_loader(), make_loader())
+        return {**model.state_dict(), "shift": model.the_shift().detach()}
+
+    expected = trained(devices=1)
+    number = 1 if "micro_batches" in options else 2
+    with pytest.warns(UserWarning, match="gives gradients to self.shifts?, which is no parameter"):
+        seen = trained(strategy=dpx.DPXStrategy(**options), devices=number)
+    assert_equal(seen, expected)

@@ -460,6 +460,12 @@ class Rehearsal:
             raise SlicesFail("Its backward creates a graph of the gradients (create_graph=True).", "")
         if whole.runs_backward:
             raise SlicesFail(REASON, ADVICE)
+        if whole.trained_tensors:
+            names = ", self.".join(sorted(whole.trained_tensors)[:3])
+            raise SlicesFail(
+                f"Its backward gives gradients to self.{names}, which is no parameter: nothing sums what slices have.",
+                "For all devices to take part, make it an nn.Parameter.",
+            )
         if whole.set_on_parameters:
             names = ", ".join(whole.set_on_parameters[:3])
             raise SlicesFail(

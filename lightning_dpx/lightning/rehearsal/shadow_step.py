@@ -69,6 +69,7 @@ class ShadowStep:
         requested: Gets the iterators that were asked for an item, though it could not be given back.
 
     Attributes:
+        module: The user's own.
         trains: Whether it is a training step.
         by_hand: Whether its optimizers step inside of it.
         sandbox: Puts back what the runs change.
@@ -87,7 +88,7 @@ class ShadowStep:
         self.session: Session = strategy.session
         self.replicas: ReplicaSet = self.session.replicas
         module: pl.LightningModule = strategy.lightning_module
-        self._module = module
+        self.module: pl.LightningModule = module
         self._requested = requested
         self.trains: bool = call.name == "training_step"
         self.by_hand: bool = self.trains and not module.automatic_optimization
@@ -104,7 +105,7 @@ class ShadowStep:
         """Takes the tolerance from the dtypes that a run has shown the step to compute in."""
         # Autocast inside of the step, or a loss in other digits, shows only when operators run.
         seen = self.sandbox.last.draws.dtypes.intersection(_ROUNDING)
-        self.tolerance = _tolerance_of(self.strategy, self._module, self.call, seen)
+        self.tolerance = _tolerance_of(self.strategy, self.module, self.call, seen)
 
     def make_shadow(self, *, own_parameters: bool = False) -> Any:
         """A shadow module of the user's.
@@ -197,7 +198,7 @@ class ShadowStep:
         mine = list(shadow.parameters()) if session is None else session.step.owner_parameters
         modules = [shadow] if session is None else [replica.module for replica in session.replicas.replicas]
         owners = self.session.step.owner_parameters
-        copies = with_copied_optimizers(strategy, self._module, modules, owners, mine)
+        copies = with_copied_optimizers(strategy, self.module, modules, owners, mine)
         # Optimizers hold owners, which may be on other devices than the shadow's own parameters.
         names = {id(own): name for (name, _), own in zip(shadow.named_parameters(), mine, strict=True)}
 
@@ -236,7 +237,7 @@ class ShadowStep:
                 forget_gradients(owners)  # Lightning zeroes them between a step and its backward
                 if loss.requires_grad:
                     # One of the user's own may look at buffers, as in the run.
-                    if step is not None and has_hooks(self._module, (), ["backward"]):
+                    if step is not None and has_hooks(self.module, (), ["backward"]):
                         step.show_buffers()
                     # A backward may draw as well: a recomputed dropout, or a hook of the user's.
                     # One of the user's own is called once for the whole batch, and logs as on one device.

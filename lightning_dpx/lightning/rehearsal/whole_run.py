@@ -45,6 +45,7 @@ from lightning_dpx.replicas import (
     numbers_of,
     without_graphs,
 )
+from lightning_dpx.replicas.hidden_arrays import found_in
 from lightning_dpx.replicas.parameter_attributes import attributes_of_parameters, newly_set
 
 # Places at which weights are nudged, each in a run of its own. Which side of a kink a value falls on is chance, and so
@@ -240,6 +241,8 @@ class _StepsOnShadow:
         batch_slice = BatchSlice(replicas.root, self._num_rows, self._rows.whole(self._num_rows))
         writes = step.watch_batch(batch_slice.batch)
         contents = contents_of(batch_slice.batch)
+        if step.trains:
+            self._watch_leaves()
         log = StepLog(batch_slice)
         # Looked for anew before each step, as one may make lists
         # that the next one appends to.
@@ -273,6 +276,23 @@ class _StepsOnShadow:
         step.note_writes(writes, replicas, MergeRules(), seen)
         step.finish(seen, final, shadow, list(shadow.parameters()))
         seen.set_on_parameters = newly_set(shadow.named_parameters(), on_parameters)
+
+    def _watch_leaves(self) -> None:
+        """Sees which tensors beside parameters get gradients, of those that are there before the step."""
+        copies = dict(attributes_of(self._shadow))
+        for name, value in attributes_of(self._step.module):
+            pairs = zip(found_in([value], torch.Tensor), found_in([copies.get(name)], torch.Tensor), strict=False)
+            for own, leaf in pairs:
+                is_trained = own.requires_grad and own.is_leaf and not isinstance(own, torch.nn.Parameter)
+                if is_trained and leaf.is_leaf:
+                    # Copies of tensors have neither a graph nor a wish for gradients.
+                    leaf.requires_grad_()
+                    # By a hook: a step by hand may use the gradient and drop it.
+                    leaf.register_post_accumulate_grad_hook(partial(self._note_leaf, name))
+
+    def _note_leaf(self, name: str, leaf: torch.Tensor) -> None:
+        del leaf
+        self.seen.trained_tensors.add(name)
 
     def _call(self, log: StepLog, writes: BatchWrites, batch_slice: BatchSlice) -> Any:
         """The user's step."""

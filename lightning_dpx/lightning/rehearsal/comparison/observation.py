@@ -74,6 +74,7 @@ class Observation:
         hook_reads: Attributes that hooks read.
         logger_calls: Methods of loggers that the step has called itself.
         set_on_parameters: Attributes of parameters that the step or its backward has set, on one device.
+        trained_tensors: Names of attributes and buffers that have got a gradient, on one device.
         runs_backward: Whether the step has run a backward to parameters itself, on one device.
         writes_batch: Whether it has written what the loader gave, on one device.
     """
@@ -96,6 +97,7 @@ class Observation:
     changed_numbers: set[str] = field(default_factory=set)
     hook_reads: HookReads = field(default_factory=HookReads)
     logger_calls: list[str] = field(default_factory=list)
+    trained_tensors: set[str] = field(default_factory=set)
     runs_backward: bool = False
     writes_batch: bool = False
 
