@@ -9,7 +9,6 @@ reach no parameter, are each slice's own, and stay.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from lightning_dpx.lightning.run_again import StaysWhole
-from lightning_dpx.python_objects.overrides import overridden
 
 REASON = "It runs a backward itself, which adds to the gradients of parameters what a slice has."
 ADVICE = "For all devices to take part, add that loss to the one that the step returns."
@@ -31,7 +29,7 @@ class OwnBackwardError(StaysWhole):
 
 
 class BackwardWatch:
-    """Looks for backwards of a step that reach parameters.
+    """Looks for backwards of a step that reach parameters, while :data:`BACKWARDS_ASK` is entered.
 
     Args:
         refuses: Whether such a backward ends the step.
@@ -43,15 +41,6 @@ class BackwardWatch:
     def __init__(self, *, refuses: bool) -> None:
         self._refuses = refuses
         self.seen = False
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Steps run in here, in this thread or others."""
-        _REDIRECTED.begin()
-        try:
-            yield
-        finally:
-            _REDIRECTED.end()
 
     def follow(self, roots: Iterable[Any], inputs: Any, parameters: Iterable[nn.Parameter]) -> None:
         """A backward begins.
@@ -74,7 +63,7 @@ class BackwardWatch:
 
 
 # The step that the calling code belongs to, and the parameters of its module.
-_RUNNING: ContextVar[tuple[BackwardWatch, nn.Module] | None] = ContextVar("lightning_dpx_step", default=None)
+RUNNING: ContextVar[tuple[BackwardWatch, nn.Module] | None] = ContextVar("lightning_dpx_step", default=None)
 
 
 class step_of:  # noqa: N801  a context manager, entered for every slice: no generator
@@ -91,45 +80,45 @@ class step_of:  # noqa: N801  a context manager, entered for every slice: no gen
         self._value = None if watch is None else (watch, module)
 
     def __enter__(self) -> None:
-        self._token = _RUNNING.set(self._value)
+        self._token = RUNNING.set(self._value)
 
     def __exit__(self, *_: object) -> None:
-        _RUNNING.reset(self._token)
+        RUNNING.reset(self._token)
 
 
 class _Redirected:
-    """``torch.autograd.backward`` asks first, while any run watches."""
+    """While it is entered, in any thread, ``torch.autograd.backward`` asks first."""
 
     def __init__(self) -> None:
         # Runs may overlap, each in a thread of its own, and end in any order: the last one puts the function back.
         self._lock = threading.Lock()
         self._users = 0
-        self._exchanged = ExitStack()
         self._before: Callable[..., None] = torch.autograd.backward
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if not self._users:
                 # Asked for now: it may be another one than when this was imported.
                 self._before = torch.autograd.backward
-                self._exchanged.enter_context(overridden(torch.autograd, backward=_asked_first))
+                # As overridden() does, without its calls: it is entered in every step.
+                vars(torch.autograd)["backward"] = _asked_first
             self._users += 1
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._exchanged.close()
+                vars(torch.autograd)["backward"] = self._before
 
     def call(self, *args: Any, **options: Any) -> None:
         self._before(*args, **options)
 
 
-_REDIRECTED = _Redirected()
+BACKWARDS_ASK = _Redirected()
 
 
 def _asked_first(tensors: Any, *args: Any, **options: Any) -> None:
-    running = _RUNNING.get()
+    running = RUNNING.get()
     if running is not None:
         watch, module = running
         # By position it is the last of five.
@@ -137,9 +126,9 @@ def _asked_first(tensors: Any, *args: Any, **options: Any) -> None:
         watch.follow(_as_tuple(tensors), inputs, module.parameters())
         # Activation checkpointing runs a backward inside of this one, which is a part of it.
         with step_of(None, module):
-            _REDIRECTED.call(tensors, *args, **options)
+            BACKWARDS_ASK.call(tensors, *args, **options)
         return
-    _REDIRECTED.call(tensors, *args, **options)
+    BACKWARDS_ASK.call(tensors, *args, **options)
 
 
 def _leaves_of(roots: Iterable[Any]) -> Iterator[torch.Tensor]:

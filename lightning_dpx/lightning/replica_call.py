@@ -14,7 +14,7 @@ from lightning_dpx.lightning.first_writes import follow_first_writes
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
-from lightning_dpx.lightning.own_backwards import BackwardWatch, step_of
+from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, RUNNING, BackwardWatch
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from lightning_dpx.lightning.step_beginning import StepBeginning
@@ -98,8 +98,12 @@ class ReplicaCall:
         context = session.context(module) if session.has_contexts else _NOTHING
         with recording, context:
             batch = session.batches.to_replica(batch_slice, self._transfer)
-            with step_of(self._backwards, module):
+            # As step_of() does, which is three more calls for every slice.
+            running = RUNNING.set(None if self._backwards is None else (self._backwards, module))
+            try:
                 output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
+            finally:
+                RUNNING.reset(running)
         session.batches.writes.let_go(batch_slice, others_follow=self._others_follow)
         if self._stops is not None and self._trainer.should_stop:
             # All replicas have one Trainer: taken back at once, the answer of the next slice
@@ -144,10 +148,11 @@ class ReplicaCall:
         made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
-                with self._shared_objects(slices), self._changes_once(slices):
+                with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                     # A clone of a shared metric is where that is, and fails on the rows of another device.
                     try:
-                        yield
+                        with self._backwards_asked(slices):
+                            yield
                     except Exception as error:
                         _blame_metrics(session, self._name, slices, error)
                         # In here as well: what the slices have done is taken back.
@@ -187,24 +192,14 @@ class ReplicaCall:
             advice = "Give the metric one row per sample, padded to one size."
             session.whole_batches.give_whole(self._name, reason, advice)
 
-    @contextmanager
-    def _changes_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
-        """What slices do to what the process has one of is done once, and their own backwards are refused."""
-        with self._settings_changed_once(), self._stopped_once(slices), self._backwards_refused(slices):
-            yield
-
-    @contextmanager
-    def _backwards_refused(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
+    def _backwards_asked(self, slices: Sequence[BatchSlice]) -> AbstractContextManager[Any]:
         """A backward that a step with automatic optimization runs itself has the step run on the whole batch."""
         session = self._session
         # By hand replicas meet in their backwards; and what cannot run again goes on.
-        is_asked = self._name == "training_step" and len(slices) > 1 and session.can_repeat(self._name)
-        if not is_asked:
-            yield
-            return
+        if self._name != "training_step" or len(slices) == 1 or not session.can_repeat(self._name):
+            return _NOTHING
         self._backwards = BackwardWatch(refuses=True)
-        with self._backwards.watching():
-            yield
+        return BACKWARDS_ASK
 
     @contextmanager
     def _stopped_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:

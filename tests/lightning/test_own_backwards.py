@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.own_backwards import BackwardWatch, OwnBackwardError, step_of
+from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, BackwardWatch, OwnBackwardError, step_of
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
 from tests.lightning.several_replicas import on_replicas
 
@@ -81,7 +81,7 @@ def test_only_backwards_that_come_to_a_parameter_are_seen() -> None:
     layer = torch.nn.Linear(2, 1)
     rows = torch.ones(3, 2, requires_grad=True)
     watch = BackwardWatch(refuses=False)
-    with watch.watching(), step_of(watch, layer):
+    with BACKWARDS_ASK, step_of(watch, layer):
         layer(rows).sum().backward(inputs=[rows])
         rows.sum().backward()
         assert not watch.seen
@@ -89,6 +89,6 @@ def test_only_backwards_that_come_to_a_parameter_are_seen() -> None:
     assert watch.seen
     layer.zero_grad()
     refusing = BackwardWatch(refuses=True)
-    with refusing.watching(), step_of(refusing, layer), pytest.raises(OwnBackwardError, match="runs a backward itself"):
+    with BACKWARDS_ASK, step_of(refusing, layer), pytest.raises(OwnBackwardError, match="runs a backward itself"):
         layer(rows).sum().backward()
     assert layer.weight.grad is None

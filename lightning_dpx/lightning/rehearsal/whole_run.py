@@ -15,7 +15,7 @@ from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.made_metrics import MadeMetrics, why_whole
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
-from lightning_dpx.lightning.own_backwards import BackwardWatch, step_of
+from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, BackwardWatch, step_of
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
     Observation,
     attributes_of,
@@ -304,7 +304,7 @@ class _StepsOnShadow:
             batch = transfer.to_replica(batch_slice)
             writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
             backwards = BackwardWatch(refuses=False)
-            with backwards.watching(), step_of(backwards, shadow):
+            with BACKWARDS_ASK, step_of(backwards, shadow):
                 output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
         # By hand that is what a step is for.
         self.seen.runs_backward |= backwards.seen and step.trains and not step.by_hand
