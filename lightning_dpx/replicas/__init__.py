@@ -8,7 +8,15 @@ from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.caller_context import CallerContext
 from lightning_dpx.replicas.containers import map_leaves, map_result, map_tensors
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank, current_rank
-from lightning_dpx.replicas.draws import BatchDraws, SeenGenerators, Source, StepDraws, ThreadDraws, drawn_once
+from lightning_dpx.replicas.draws import (
+    BatchDraws,
+    SeenGenerators,
+    Source,
+    StepDraws,
+    ThreadDraws,
+    drawn_once,
+    draws_both_ways,
+)
 from lightning_dpx.replicas.early_backward import EarlyBackward, ExpectedGradient, loss_of
 from lightning_dpx.replicas.executor_choice import Execution
 from lightning_dpx.replicas.failed_steps import end_failed_step
@@ -60,6 +68,7 @@ __all__ = [
     "StepDraws",
     "ThreadDraws",
     "drawn_once",
+    "draws_both_ways",
     "BatchSlicer",
     "InputGradients",
     "InterProcess",

@@ -137,10 +137,17 @@ class BufferSync:
             if len(replica.buffers) != len(self._root.buffers):
                 continue
             now = self._watched_of(replica)
-            for name, (before, version), (buffer, count) in zip(self._watched.values(), given, now, strict=True):
-                if buffer is not before or count != version:
-                    found[name] = None
+            for place, (before, version), (buffer, count) in zip(self._watched, given, now, strict=True):
+                if (buffer is not before or count != version) and self._is_other(place, buffer):
+                    found[self._watched[place]] = None
         return list(found)
+
+    def _is_other(self, place: int, buffer: torch.Tensor) -> bool:
+        """Whether a buffer that was written holds something else than before the step, as far as that is known."""
+        # A running maximum is written in every step, and mostly stays what it is.
+        if place >= len(self._before) or self._before[place].shape != buffer.shape:
+            return True
+        return not torch.equal(self._before[place], buffer.to(self._before[place].device))
 
     def _watched_of(self, replica: Replica) -> list[tuple[torch.Tensor, int]]:
         buffers = [replica.buffers[place] for place in self._watched]

@@ -143,6 +143,21 @@ def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
     return once, by_rows
 
 
+def draws_both_ways(calls: Sequence[StepDraws]) -> bool:
+    """Whether a step draws some numbers of PyTorch once for its batch, and others by rows.
+
+    Both come from one generator, so slices cannot begin where the batch began for some of them only.
+
+    Args:
+        calls: As of :func:`drawn_once`.
+    """
+    by_call = {call.of_torch for call in calls}
+    # Draws of another number of calls, as in a loop over rows, have no counterparts.
+    if len(by_call) == 1 or len(set(map(len, by_call))) > 1:
+        return False
+    return any(len(set(numbers)) == 1 and numbers[0] > 0 for numbers in zip(*by_call, strict=True))
+
+
 class BatchDraws:
     """Lets every slice of a batch draw the same.
 

@@ -253,3 +253,69 @@ def test_what_a_step_draws_for_its_batch_is_drawn_once(execution: str, num_repli
     one = fitted()
     assert_equal(ours[0], one[0])
     assert ours[1:] == pytest.approx(one[1:])
+
+
+class MixesOnce(Classifier):
+    """Scales its batch by a number that is drawn once, beside a dropout or by hand."""
+
+    def __init__(self, draw: Callable[[], float], *, by_hand: bool, drops: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.draw = draw
+        self.drops = drops
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0] * self.draw()
+        if self.drops:
+            # On the host, as the number is: on a device it would have that one's generator.
+            rows = F.dropout(rows.cpu(), 0.3).to(self.device)
+        loss = F.cross_entropy(self.net(rows), batch[1])
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+def draw_by_torch() -> float:
+    return torch.rand(()).item()
+
+
+def draw_by_numpy() -> float:
+    return float(np.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("draw", "by_hand", "drops"),
+    [(draw_by_torch, False, True), (draw_by_torch, True, False), (draw_by_numpy, True, False)],
+)
+def test_what_is_drawn_once_for_a_batch_that_slices_cannot_share_is_drawn_for_the_whole(
+    draw: Callable[[], float], by_hand: bool, drops: bool
+) -> None:
+    def trained(**options: Any) -> dict[str, torch.Tensor]:
+        seed_everything(3, verbose=False)
+        model = MixesOnce(draw, by_hand=by_hand, drops=drops)
+        make_trainer(**options).fit(model, make_loader(), make_loader())
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    expected = trained()
+    with pytest.warns(UserWarning, match="It draws random numbers once for its batch"):
+        seen = trained(strategy=DPXStrategy(execution="inline"), devices=2)
+    assert_equal(seen, expected)
+
+
+class MixesWithItsFlip(Classifier):
+    """What slices draw alike explains no difference: a slice turned round is not a part of the batch turned round."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        share = draw_by_numpy()
+        return F.cross_entropy(self.net(share * batch[0] + (1 - share) * batch[0].flip(0)), batch[1])
+
+
+def test_a_difference_beside_a_shared_draw_is_told_and_not_laid_to_it() -> None:
+    with pytest.warns(UserWarning, match="the loss is .* on one device"):
+        make_trainer(strategy=DPXStrategy(execution="inline"), devices=2).fit(
+            MixesWithItsFlip(), make_loader(), make_loader()
+        )

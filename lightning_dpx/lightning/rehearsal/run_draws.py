@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE_TORCH
 from lightning_dpx.replicas import GeneratorStates, StepDraws
 from lightning_dpx.replicas.context import ReplicaRank, as_rank, current_rank
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
@@ -101,7 +102,7 @@ class RunDraws:
             found += mode.left_alone
         if self.start.again().differs_outside_torch(self.start):
             # No dispatch mode sees those draw, so their states are compared.
-            found.append("a generator of Python or NumPy")
+            found.append(OUTSIDE_TORCH)
         self.left_alone = list(dict.fromkeys(found))
 
     @property

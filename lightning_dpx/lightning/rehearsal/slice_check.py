@@ -26,7 +26,7 @@ from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
 from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
 from lightning_dpx.lightning.rehearsal.whole_run import NUDGES
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.replicas import drawn_once
+from lightning_dpx.replicas import drawn_once, draws_both_ways
 from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 # Times what a handful of roundings comes to. Nearly all steps are nearer to one device, and cost no further run.
@@ -63,6 +63,7 @@ class SliceCheck:
         """
         judge, sliced = self._by_mean_or_sum(judge, sliced)
         self._note_draws(judge, sliced)
+        self._refuse_lone_draws(sliced)
         comparison = self._compared(judge, sliced)
         if not comparison.differences and self._narrow_tolerance(sliced, comparison):
             comparison = self._compared(judge, sliced)
@@ -120,6 +121,24 @@ class SliceCheck:
             judge.draws_by_rows = by_rows
         # A step that draws for the first time later on is checked again, so any draw counts here.
         judge.draws = whole.draws.drew or bool(judge.draws_once or judge.draws_by_rows or whole.draws.left_alone)
+
+    def _refuse_lone_draws(self, sliced: Observation) -> None:
+        """Raises where the step draws once for its batch what slices of the run would each draw for themselves.
+
+        Here all of them draw the same, so that no comparison shows it.
+
+        Raises:
+            SlicesFail: it does.
+        """
+        calls = [*self._whole.draws.of_steps, *sliced.draws.of_steps]
+        once, _ = drawn_once(calls)
+        # By hand slices meet in between, and take turns.
+        if draws_both_ways(calls) or (self._step.by_hand and once):
+            raise SlicesFail(
+                "It draws random numbers once for its batch, such as how far to mix it, and every slice would draw "
+                "others.",
+                "For all devices to take part, draw them in a hook that runs once (on_train_batch_start).",
+            )
 
     def _compared(
         self,
@@ -204,7 +223,8 @@ class SliceCheck:
     def _unstable(self, sliced: Observation, comparison: Comparison) -> frozenset[str]:
         """What differs because it differs from run to run, on one device as well."""
         whole = self._whole
-        alike = drew_alike(whole, sliced)
+        # By hand slices take turns, and draw in between.
+        alike = drew_alike(whole, sliced, shares_draws=not self._step.by_hand)
         # Other numbers on purpose, unless slices drew those of one device:
         # then nothing is due to draws.
         again = self._runs.whole.observe(comparison.rows, other_draws=not alike)
@@ -214,6 +234,10 @@ class SliceCheck:
             trained = ("loss", "gradient:", "new weight:")
             unstable = frozenset(path for path in unstable if not path.startswith(trained))
         of_structure = frozenset(path for path in unstable if path.startswith("structure:"))
+        once, by_rows = drawn_once([*whole.draws.of_steps, *sliced.draws.of_steps])
+        # All slices draw the same here, from where the batch began, and in the run each goes on from the one before.
+        if "others" in by_rows or ("others" in once and self._step.by_hand):
+            return unstable
         return (unstable & comparison.apart) | of_structure  # what agreed all the same has been compared
 
     def _rounding(self, sliced: Observation, comparison: Comparison, unstable: frozenset[str]) -> frozenset[str]:

@@ -1795,7 +1795,8 @@ class Extremes(Model):
 @REPLICAS
 def test_buffers_come_together_in_every_stage(hardware, fitted, num_replicas) -> None:
     seen = fitted(Extremes, num_replicas)
-    assert not seen.warned
+    # A batch may be the first to fall below an extreme of an earlier stage, which no check has seen: it runs whole.
+    assert "is not what it is on one device" not in seen.warned
     assert_equal(seen.values, fitted(Extremes).values)
 
 

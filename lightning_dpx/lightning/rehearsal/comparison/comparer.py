@@ -8,9 +8,10 @@ import torch
 
 from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
-from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, Observation
+from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, OUTSIDE_TORCH, Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, short
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, keyed_items, matching_items
+from lightning_dpx.replicas import drawn_once
 from lightning_dpx.replicas.merging.equality import compare_trees, describe
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
@@ -244,9 +245,20 @@ def largest_error_of_gradients(one: Observation, two: Observation, tolerance: To
     return max(_errors(one.gradients, two.gradients, tolerance).values(), default=0.0)
 
 
-def drew_alike(whole: Observation, sliced: Observation) -> bool:
-    """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference."""
-    if whole.draws.left_alone or sliced.draws.left_alone:
+def drew_alike(whole: Observation, sliced: Observation, *, shares_draws: bool = True) -> bool:
+    """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference.
+
+    Args:
+        whole: What one device does.
+        sliced: What slices do.
+        shares_draws: Whether slices of the run draw alike what is drawn once for a batch.
+    """
+    left_alone = {*whole.draws.left_alone, *sliced.draws.left_alone}
+    once, by_rows = drawn_once([*whole.draws.of_steps, *sliced.draws.of_steps])
+    # As how far to mix a batch: each slice begins where the batch began, here as in the run.
+    if shares_draws and "others" in once and not by_rows:
+        left_alone.discard(OUTSIDE_TORCH)
+    if left_alone:
         return False
     return len({*whole.draws.per_row, *sliced.draws.per_row}) == 1
 

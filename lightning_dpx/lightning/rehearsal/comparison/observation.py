@@ -22,6 +22,7 @@ from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
 from lightning_dpx.replicas.hidden_arrays import arrays_of_hidden
 
+OUTSIDE_TORCH = "a generator of Python or NumPy"  # among what drew numbers that could not be made equal
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
 
 
