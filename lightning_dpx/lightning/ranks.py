@@ -1,5 +1,7 @@
 """Who a strategy says it is: a replica inside a step, a process outside; and the collectives among those."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,8 @@ class Ranks:
         self._first_replica = 0
         self._num_replicas = 0
         self.rows_of_step: float = 0.0
+        self._num_meetings = 0  # with other processes
+        self._alone_because = ""
 
     def count_replicas(self, first: int, total: int) -> None:
         """The replicas of all processes are counted.
@@ -106,7 +110,7 @@ class Ranks:
         # A replica without peers has nothing to wait for; the processes themselves meet
         # outside of steps.
         elif current_rank() is None and self.is_connected:
-            between_processes(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
+            self._meet(f"barrier {name or ''}".rstrip(), torch.distributed.barrier)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Replica ``src``'s object inside a step, process ``src``'s outside."""
@@ -115,8 +119,7 @@ class Ranks:
         if current_rank() is not None or not self.is_connected:
             return obj
         box = [obj]
-        # Through between_processes(), so that an error says which process is lost.
-        between_processes("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
+        self._meet("broadcast", lambda: torch.distributed.broadcast_object_list(box, src))
         return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -130,7 +133,7 @@ class Ranks:
             return tensor
         # A copy: collectives of torch.distributed write into the tensor that they are given.
         wire = on_wire(tensor)
-        reduced = between_processes("reduce", lambda: reduce_processes(wire, group, reduce_op))
+        reduced = self._meet("reduce", lambda: reduce_processes(wire, group, reduce_op))
         return reduced.to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -140,7 +143,7 @@ class Ranks:
         if current_rank() is not None or not self.is_connected:
             return tensor
         wire = on_wire(tensor)
-        gathered: Tensor = between_processes("all_gather", lambda: all_gather_processes(wire, group, sync_grads))
+        gathered: Tensor = self._meet("all_gather", lambda: all_gather_processes(wire, group, sync_grads))
         return gathered.to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -159,6 +162,40 @@ class Ranks:
             return bool(votes_of_all == self.num_processes)
         return bool(votes_of_all)
 
+    def watched_for_meetings(self) -> Callable[[], bool]:
+        """Tells, when it is called, whether other processes have been met since."""
+        before = self._num_meetings
+
+        def has_met() -> bool:
+            return self._num_meetings > before
+
+        return has_met
+
+    @contextmanager
+    def alone(self, why: str) -> Iterator[None]:
+        """The other processes do not come to what is tried in here: they would take it for something else.
+
+        Args:
+            why: The text of the error where it tries to meet them.
+        """
+        before = self._alone_because
+        self._alone_because = why
+        try:
+            yield
+        finally:
+            self._alone_because = before
+
+    def _begin_meeting(self) -> None:
+        if self._alone_because:
+            raise CollectiveError(self._alone_because)
+        self._num_meetings += 1
+
+    def _meet(self, what: str, call: Callable[[], Any]) -> Any:
+        """What ``call``, a collective of all processes, returns. Trial runs of a lone replica come here, too."""
+        self._begin_meeting()
+        # So that an error says which process is lost.
+        return between_processes(what, call)
+
     def reach_other_processes(
         self, kind: str, values: list[Any], *, each: bool, gradients: bool
     ) -> tuple[list[Any], int]:
@@ -167,6 +204,7 @@ class Ranks:
         Raises:
             CollectiveError: the processes meet for different things, one is lost, or replicas are missing.
         """
+        self._begin_meeting()
         # On the host and without a graph: a pickled CUDA tensor would ask for the
         # same device there.
         mine = kind, self.rows_of_step, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values)

@@ -9,11 +9,16 @@ import torch
 from lightning_dpx.devices import free_garbage, raises_out_of_memory
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
+from lightning_dpx.lightning.ranks import Ranks
 from lightning_dpx.python_objects.preserve import GeneratorStates
 from lightning_dpx.replicas import ReplicaSet
 
 OnOOM = Literal["raise", "replan"]
 MOST_REPEATS = 3  # of one step
+MEETS_OTHERS = (
+    "on_oom='replan' does not repeat this step: it meets other processes inside of it, which have gone on and would be "
+    "met a second time. Give memory_budget, for which all processes plan together."
+)
 T = TypeVar("T")
 
 
@@ -28,14 +33,16 @@ class OutOfMemory:
         self.repeats_steps: bool = on_oom == "replan"
         self._states: GeneratorStates | None = None
         self._left = 0
+        self._has_met: Callable[[], bool] = lambda: False
 
-    def begin_step(self, replicas: ReplicaSet) -> None:
-        """Remembers the random generators, for a repetition of the step that begins."""
+    def begin_step(self, replicas: ReplicaSet, ranks: Ranks) -> None:
+        """Remembers the random generators, and whom replicas have met, for a repetition of the step that begins."""
         # Only then: a snapshot of the generators in every step is a cost that
         # nothing would come back for.
         if self.repeats_steps:
             self._states = GeneratorStates(replicas.devices, generators=replicas.traits.draws.generators)
             self._left = MOST_REPEATS
+            self._has_met = ranks.watched_for_meetings()
 
     def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
         """What ``run`` returns, or one of the repetitions of the step.
@@ -48,6 +55,7 @@ class OutOfMemory:
         Raises:
             OutOfMemoryError: the original error, if the step is not repeated; the last one, if that did not help.
             BudgetError: there is no tighter plan.
+            CollectiveError: to plan anew, other processes would have to be met.
         """
         while True:
             try:
@@ -59,6 +67,9 @@ class OutOfMemory:
             except torch.OutOfMemoryError as error:
                 states = self._states
                 if states is None or repeat is None or self._left == 0:  # without states no step is repeated at all
+                    raise
+                if self._has_met():
+                    error.add_note(MEETS_OTHERS)
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
                 # The text alone is kept: the error leads to the frames, and they to the

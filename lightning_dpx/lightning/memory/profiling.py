@@ -1,7 +1,8 @@
 """A training step of one replica, profiled on a shadow module before it happens."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.lightning_api import (
     rank_zero_info,
 )
+from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.loss_probe import NO_BACKWARD, Backwards
 from lightning_dpx.lightning.memory.shadow_slice import PURPOSE, Step, on_shadow, rows_and_cut, rows_of_slice, shadow_of
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, SliceLoss
@@ -25,6 +27,11 @@ from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBa
 from lightning_dpx.replicas.error_notes import trial_noted
 from lightning_dpx.shifting import applied_shift
 
+_MEETS_OTHERS = (
+    "A step does not fit without a plan, and cannot be tried on fewer rows: it meets other processes inside of it, and "
+    "they do not try it again. Plan it without running it (dpx.search_plan with device) and give plan, or use a "
+    "smaller batch."
+)
 _FEWEST_ROWS = 4  # of a step that is extrapolated from two smaller ones
 
 
@@ -111,14 +118,27 @@ class _SliceProfiler:
 
         Raises:
             PlanError: it cannot be had from either.
+            CollectiveError: on fewer rows, it would meet other processes.
         """
+        trainer = trainer_of(self.batch_slice.replica.module)
+        ranks = getattr(getattr(trainer, "strategy", None), "ranks", None)
+        # `dpx plan` looks at a step with a strategy of one device, and there are no other processes.
+        if ranks is None:
+            return self._profiled(lambda: False, nullcontext())
+        return self._profiled(ranks.watched_for_meetings(), ranks.alone(_MEETS_OTHERS))
+
+    def _profiled(self, has_met: Callable[[], bool], alone: AbstractContextManager[None]) -> Profile:
         try:
             return self._on_rows(self.batch_slice.batch, self.batch_slice.num_rows, self.is_worth)
         # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         free_garbage()  # a shadow module and its gradients are in reference cycles
-        return self._from_fewer_rows()
+        # All processes try a step at the same time, and those whose rows fit try no other.
+        if has_met():
+            raise DoesNotFitError(_MEETS_OTHERS)
+        with alone:
+            return self._from_fewer_rows()
 
     def _on_rows(self, batch: Any, rows: int, is_worth: IsWorth | None = None) -> Profile:
         shadow = shadow_of(self.replicas, self.batch_slice)

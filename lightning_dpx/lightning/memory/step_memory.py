@@ -22,7 +22,7 @@ from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
-from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
+from lightning_dpx.lightning.memory.out_of_memory import MEETS_OTHERS, OutOfMemory
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import by_device
@@ -298,7 +298,7 @@ class StepMemory(NoStepMemory):
         """``forward``, run again where it runs out of memory, with a tighter plan."""
 
         def run(slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._out_of_memory.begin_step(self._session.replicas)
+            self._out_of_memory.begin_step(self._session.replicas, self._session.strategy.ranks)
 
             def again() -> Any:
                 # Asked when it runs again, not when it is made: a tighter plan may
@@ -354,7 +354,9 @@ class StepMemory(NoStepMemory):
             return self._planning.advice()
         known = self._step
         session = self._session
-        with iterators_peeked(session.replicas.root.module) as peeked:
+        # The memory of other processes has not run out, and they are somewhere in their steps.
+        alone = session.strategy.ranks.alone(MEETS_OTHERS)
+        with alone, iterators_peeked(session.replicas.root.module) as peeked:
             run = self._tried_step(known, peeked)
             try:
                 return self._planning.tighten(session.replicas, known.slices, run, self._static_memory)

@@ -119,6 +119,32 @@ class Centred(Classifier):
         return F.cross_entropy(logits - totals[:-1] / totals[-1].detach(), batch[1])
 
 
+class OneRunsOut(Classifier):
+    """Rank 1 has no memory left in its second step.
+
+    Args:
+        case: Whether it meets the other process, and whether before or after that; or whether it is out of memory as
+            soon as the step on all rows is tried.
+    """
+
+    def __init__(self, case: str) -> None:
+        super().__init__(optimizer="adam")
+        self.case = case
+        self.failures = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.case in ("runs-out-late", "runs-out-tried"):
+            self.all_gather(batch[0].mean(), sync_grads=False)
+        if self.case == "runs-out-tried" and torch.distributed.get_rank() == 1 and len(batch[0]) == 4:
+            raise torch.OutOfMemoryError("for the test")
+        if self.global_step and torch.distributed.get_rank() == 1 and self.failures:
+            self.failures = 0
+            raise torch.OutOfMemoryError("for the test")
+        if self.case == "runs-out-early":
+            self.all_gather(batch[0].mean(), sync_grads=False)
+        return super().training_step(batch, batch_idx)
+
+
 WITH_MEETINGS: dict[str, type[Classifier]] = {
     "meets": Meets, "merged": Contrastive, "contrastive": Contrastive, "centred-uneven": Centred
 }  # fmt: skip
@@ -126,7 +152,7 @@ WITH_MEETINGS: dict[str, type[Classifier]] = {
 
 # Cases that are compared with one device: in float64, where the order of additions changes next to nothing.
 PARITY = (
-    "sum-late", "joined",
+    "sum-late", "joined", "runs-out-alone",
     "even", "colocate", "uneven", "sum-accumulated", "sparse-uneven", "sparse-sum", "meets", "merged", "contrastive",
     "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged",
 )  # fmt: skip
@@ -218,6 +244,10 @@ def model_of(case: str) -> Any:
         return summed
     if case == "second-order":
         return SecondOrder()
+    if case.startswith("runs-out"):
+        out = OneRunsOut(case)
+        out.load_state_dict(model.state_dict())
+        return out
     kinds: dict[str, Any] = {
         **WITH_MEETINGS,
         "sum-late": partial(Summed, optimizer="sgd"),  # with loss_reduction="auto"
@@ -265,6 +295,10 @@ def strategy_arguments(case: str) -> dict[str, Any]:
         arguments["loss_reduction"] = "sum" if case == "sparse-sum" else "mean"
     elif case == "shapes":
         arguments["memory_budget"] = "auto"
+    elif case == "runs-out-tried":
+        arguments |= {"memory_budget": "auto", "verify": "off"}
+    elif case.startswith("runs-out"):
+        arguments["on_oom"] = "replan"
     return arguments
 
 

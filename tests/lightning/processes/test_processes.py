@@ -62,7 +62,7 @@ def weights_of_both(case: str, folder: Path) -> dict[str, torch.Tensor]:
     return first
 
 
-@pytest.mark.parametrize("case", ["even", "colocate", "uneven", "sum-accumulated", "dealt", "joined"])
+@pytest.mark.parametrize("case", ["even", "colocate", "uneven", "sum-accumulated", "dealt", "joined", "runs-out-alone"])
 def test_two_processes_of_replicas_train_to_the_weights_of_one_device(case: str, tmp_path: Path) -> None:
     weights = weights_of_both(case, tmp_path)
     if case == "sum-accumulated":
@@ -140,6 +140,20 @@ def test_processes_plan_together_where_only_one_of_them_must(tmp_path: Path) -> 
     for rank, printed in enumerate(finish(start("shapes", tmp_path))):
         assert "ended well" in printed, printed
         assert printed.count("dpx: profiles a step") == (2 if rank == 0 else 0), "only rank 0 talks"
+
+
+@pytest.mark.parametrize("case", ["runs-out-early", "runs-out-late"])
+def test_a_step_that_meets_other_processes_is_not_repeated_by_one_of_them(case: str, tmp_path: Path) -> None:
+    """They would take what it sends again, or what its profile sends, for something else, or wait for ever."""
+    first, second = finish(start(case, tmp_path))
+    assert "on_oom='replan' does not repeat this step: it meets other processes inside of it" in second, second
+    assert "Process 0 lost rank 1 of 2 processes" in first, first
+
+
+def test_a_step_that_meets_other_processes_is_not_tried_again_on_fewer_rows_by_one_of_them(tmp_path: Path) -> None:
+    first, second = finish(start("runs-out-tried", tmp_path))
+    assert "cannot be tried on fewer rows: it meets other processes inside of it" in second, second
+    assert "Process 0 lost rank 1 of 2 processes" in first, first
 
 
 def test_processes_look_their_steps_up_together(tmp_path: Path) -> None:
