@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_dpx.command_start import imports_are_done
 from lightning_dpx.commands import bench, doctor, plan, train, tune
+from lightning_dpx.commands.output import lost_output
 from lightning_dpx.commands.progress import done
 from lightning_dpx.commands.usage import DOES_NOT_FIT, ERROR, UnreadableArguments, reading_arguments, warnings_in_words
 from lightning_dpx.errors import DPXError, UnsupportedError
@@ -17,6 +19,7 @@ _SHELLS = ("bash", "zsh", "tcsh")
 _ALIKE = 0.8  # of two names, one of which is misspelt
 _OWN_OPTIONS = (["plan"], ["tune"])  # commands that read some arguments themselves, and leave others to a LightningCLI
 _INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
+_NO_READER = 141  # what they say of one that wrote to a pipe whose reader has ended
 _COMPLETION = 'print a completion script; in ~/.bashrc: eval "$(dpx --print-completion bash)"'
 
 
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="dpx",
         description="One process drives all your devices.",
         epilog="Exit status 0: done; 1: an error, also of arguments or a config that cannot be read; 2, of plan and "
-        "tune only: it does not fit; 130: Ctrl-C.",
+        "tune only: it does not fit; 130: Ctrl-C; 141: what reads the output has ended.",
     )
     parser.add_argument("--print-completion", action=_PrintCompletion, choices=_SHELLS, help=_COMPLETION)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -48,13 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        imports_are_done()
         # `dpx fit` and the others that take more hand the rest to a LightningCLI.
         with reading_arguments():
             args, others = parser.parse_known_args(given)
             if others and not args.takes_more:
                 parser.error(f"unrecognized arguments: {' '.join(others)}")
         with warnings_in_words():
-            return int(args.run(args, others))
+            status = int(args.run(args, others))
+        # Here and not when Python ends, where an error of it would have no handler.
+        sys.stdout.flush()
+        return status
+    except OSError:
+        problem = lost_output()
+        if problem is None:
+            raise
+        return _without_output(problem)
     except KeyboardInterrupt:
         return _interrupted()
     except UnreadableArguments:
@@ -90,6 +102,16 @@ def _suggest(given: Sequence[str], command: argparse.ArgumentParser) -> None:
         meant = difflib.get_close_matches(name, known, 1, _ALIKE)
         if name.startswith("--") and name not in known and meant:
             print(f"dpx {given[0]}: did you mean {meant[0]}? dpx {given[0]} --help shows all options.", file=sys.stderr)
+
+
+def _without_output(problem: OSError) -> int:
+    """Nothing more can be said on standard output; the exit status."""
+    done()
+    # `dpx plan ... | head` has seen all that it wanted.
+    if isinstance(problem, BrokenPipeError):
+        return _NO_READER
+    print(f"dpx: standard output cannot be written: {problem.strerror or problem}", file=sys.stderr)
+    return ERROR
 
 
 def _interrupted() -> int:

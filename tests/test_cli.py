@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,31 @@ def test_an_error_of_this_package_is_a_line_and_a_status(capsys: pytest.CaptureF
     printed = capsys.readouterr().err
     assert printed.startswith("dpx: --budgets is for the bench's own models")
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--print-completion", "bash"]], ids=str)
+def test_a_reader_that_ends_ends_the_command_without_a_word(arguments: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "lightning_dpx", *arguments]
+    with os.fdopen(writes, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no file that is always full")
+def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
+    command = [sys.executable, "-m", "lightning_dpx", "doctor"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (1, "dpx: standard output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+def test_a_config_that_is_no_text_is_told_in_a_line(command: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    assert main([command, "--config", str(tmp_path / "run.yaml")]) == 1
+    assert capsys.readouterr().err.startswith("dpx: A config is no text in UTF-8, as YAML has to be: ")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = "import sys\nfrom lightning_dpx.cli import main\nsys.exit(main())\n"
@@ -35,6 +36,28 @@ def test_ctrl_c_while_torch_is_imported_leaves_a_line(name: str, tmp_path: Path)
     other = ended(tmp_path, "train.py")
     assert "Traceback" in other.stderr
     assert other.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_ctrl_c_that_a_module_makes_another_error_of_is_told_as_such(tmp_path: Path) -> None:
+    """As numpy's modules in C do."""
+    lines = ["import signal", "try:", "    signal.raise_signal(signal.SIGINT)", "except KeyboardInterrupt:"]
+    (tmp_path / "torch.py").write_text("\n".join([*lines, "    raise ImportError('once') from None", ""]))
+    done = ended(tmp_path, "dpx")
+    assert done.stderr == "dpx: interrupted\n"
+    assert done.returncode == -signal.SIGINT
+    assert ended(tmp_path, "train.py").stderr.endswith("ImportError: once\n")
+
+
+def test_ctrl_c_that_a_module_swallows_ends_the_command(tmp_path: Path) -> None:
+    lines = ["import signal", "try:", "    signal.raise_signal(signal.SIGINT)", "except KeyboardInterrupt:", "    pass"]
+    # One that the package itself imports, found before the real one.
+    real = Path(yaml.__file__).parent
+    (tmp_path / "yaml").mkdir()
+    code = ["import sys", *lines, f"__path__ = [{str(real)!r}]", f"exec(open({str(real / '__init__.py')!r}).read())"]
+    (tmp_path / "yaml" / "__init__.py").write_text("\n".join([*code, ""]))
+    done = ended(tmp_path, "dpx")
+    assert done.stderr == "dpx: interrupted\n"
+    assert done.returncode == 130
 
 
 @pytest.mark.parametrize("name", ["dpx", "-m"])

@@ -75,6 +75,8 @@ class ConfigCLI(LightningCLI):
             told = [f"dpx: {error}", *_ways_out(str(error), args[0]), f"dpx {args[0]} --help shows all options."]
             print("\n".join(told), file=sys.stderr)
             raise UnreadableArguments(ERROR) from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"A config is no text in UTF-8, as YAML has to be: {error}.") from error
 
     def before_instantiate_classes(self) -> None:
         """Makes the simulated devices, before anything runs a backward."""

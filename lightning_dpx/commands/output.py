@@ -1,5 +1,6 @@
 """What commands say beside their result, and errors of the files that they write."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,3 +43,16 @@ def written(option: str, path: Path) -> Iterator[None]:
         raise ConfigurationError(
             f"--{option} {path} cannot be written: {error.strerror or error}. Name another file."
         ) from error
+
+
+def lost_output() -> OSError | None:
+    """Why standard output cannot be written, such as that its reader has ended; ``None`` where it can."""
+    try:
+        # An error of the user's own pipes and files leaves it as it is.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
