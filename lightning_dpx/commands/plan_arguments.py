@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from lightning_dpx.commands.train import make_cli
+from lightning_dpx.devices import is_host, is_modelled
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.lightning import (
     ActivationPlanner,
@@ -26,6 +28,7 @@ from lightning_dpx.simulate import simulate
 from lightning_dpx.units import parse_bytes, parse_share
 
 Found = TypeVar("Found")
+_MOST_DEVICES = 128  # of a type, to torch
 # They write files or watch devices, and here no step is trained.
 NOT_NEEDED = (Checkpoint, DeviceMemoryMonitor, DeviceThroughputMonitor, ActivationPlanner)
 
@@ -186,7 +189,7 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
     """``4`` and ``"4"``: ``cuda:0`` to ``cuda:3``; ``[0, 2]`` and ``"cuda:0,cuda:2"``: those; ``"cuda"``: the first.
 
     Raises:
-        ConfigurationError: none of these.
+        ConfigurationError: none of these, or an accelerator twice.
     """
     # What a Trainer does without a word of devices, and the usual config has none.
     if devices in ("auto", -1, "-1"):
@@ -207,12 +210,29 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
     except (TypeError, ValueError, RuntimeError):
         found = ()
     if not found:
-        raise ConfigurationError(f"--devices {devices!r} is not allowed; give a number, or names: cuda:0,cuda:1.")
+        raise ConfigurationError(
+            f"--devices {devices!r} is not allowed; give a number up to {_MOST_DEVICES}, or names: cuda:0,cuda:1."
+        )
+    # A Trainer refuses them, too; of the host and of simulated devices it takes several replicas.
+    numbers = Counter(found)
+    twice = [str(device) for device, number in numbers.items() if number > 1 and not _holds_several(device)]
+    if twice:
+        raise ConfigurationError(
+            f"--devices {devices!r} is not allowed: it names {', '.join(twice)} twice. Name each device once."
+        )
     return found
+
+
+def _holds_several(device: torch.device) -> bool:
+    return is_host(device) or is_modelled(device)
 
 
 def _device(name: str) -> torch.device:
     device = torch.device(f"cuda:{name}" if name.isdigit() else name)
+    # No device that anything runs on; and torch keeps an index in eight bits, so that 256 would be taken for 0.
+    number = name.rpartition(":")[2]
+    if device.type == "meta" or (number.isdigit() and int(number) != device.index):
+        raise ValueError(name)
     # "The current one" has no meaning where no device need be there; of the CPU there is one.
     if device.index is None and device.type != "cpu":
         return torch.device(device.type, 0)

@@ -39,6 +39,12 @@ class SimAccelerator(Accelerator):
         """
         if isinstance(devices, str):
             devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+        # Names, as `dpx plan` and a ReplicaGroup take them.
+        if not isinstance(devices, int) and not all(isinstance(index, int) for index in devices):
+            raise MisconfigurationException(
+                f"devices={devices!r} is not allowed: a Trainer takes a number of simulated devices, or their indices, "
+                "such as [0, 1]."
+            )
         wanted = list(range(devices)) if isinstance(devices, int) else list(devices)
         # Where simulate() was not called, a Trainer is the first to need devices. An index that is
         # too high is refused below, with the number of those that there are.

@@ -342,7 +342,7 @@ def test_a_budget_is_a_share_of_what_a_device_would_take(
 
 def test_neighbours_on_one_device_are_planned_as_the_one_slice_that_they_take(tmp_path: Path, capsys: Any) -> None:
     own = config(tmp_path, "{workload: [1, 2]}", "Shallow")
-    for several, single in (("cpu,cpu", "cpu"), ("cuda:0,cuda:0", "cuda:0")):
+    for several, single in (("cpu,cpu", "cpu"), ("sim:0,sim:0", "sim:0")):
         arguments = ["--config", own, "--budget", "8MiB"]
         _, found = planned(capsys, *arguments, "--devices", several)
         text = (tmp_path / "config.yaml").read_text().replace("{workload: [1, 2]}", "{}")
@@ -354,8 +354,8 @@ def test_neighbours_on_one_device_are_planned_as_the_one_slice_that_they_take(tm
 @pytest.mark.parametrize(
     ("strategy", "devices", "said"),
     [
-        ("{}", "cuda:0,cuda:1,cuda:0", "cuda:0 is named in two places"),
-        ("{execution: inline}", "cuda:0,cuda:0", "execution='inline' runs replicas beside each other that share"),
+        ("{}", "sim:0,sim:1,sim:0", "sim:0 is named in two places"),
+        ("{execution: inline}", "sim:0,sim:0", "execution='inline' runs replicas beside each other that share"),
     ],
 )
 def test_replicas_beside_each_other_on_one_device_are_not_predicted(

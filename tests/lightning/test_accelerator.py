@@ -26,6 +26,11 @@ def test_devices_that_are_not_there_are_refused_with_their_number(devices: Any, 
         SimAccelerator.parse_devices(devices)
 
 
+def test_names_of_devices_are_refused_as_lightning_refuses_them(sim: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"a number of simulated devices, or their indices"):
+        SimAccelerator.parse_devices(["sim:0", "sim:1"])
+
+
 def test_strategies_that_do_not_know_them_are_told_which_does(sim: Any) -> None:
     with pytest.raises(MisconfigurationException, match="Use strategy='dpx'"):
         SimAccelerator().setup_device(torch.device("cpu"))
