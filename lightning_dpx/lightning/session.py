@@ -137,8 +137,10 @@ class Session(Run):
     def announce_replicas(self, what: str) -> None:
         """Says once what the replicas do."""
         strategy = self.strategy
-        number = len(strategy.parallel_devices or [])
-        strategy.announce(f"dpx: {number} replicas on {strategy.root_device} {what}.")
+        devices = strategy.parallel_devices or []
+        # Several replicas may share a device.
+        where = ", ".join(dict.fromkeys(map(str, devices)))
+        strategy.announce(f"dpx: {len(devices)} replicas on {where} {what}.")
 
     # ---- a module whose parts have changed ----
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
-from tests.conftest import assert_equal, make_loader, make_trainer
+from tests.conftest import SIMULATED, assert_equal, make_loader, make_trainer
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_anew"),
@@ -196,6 +196,13 @@ def test_replicas_that_take_their_slices_as_one_stay_so_and_say_why(caplog: pyte
         trained("in place", backend, strategy="dpx", devices=2)
     assert backend.num_graphs > 0
     assert "take their slices as one: compiled code cannot be watched (net)" in caplog.text
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_all_devices_are_named_whose_replicas_take_turns(sim: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        trained("in place", Counting(), strategy="dpx", accelerator="sim", devices=2)
+    assert "dpx: 2 replicas on sim:0, sim:1 run one after the other: net is compiled." in caplog.text
 
 
 def test_a_module_that_was_compiled_whole_can_be_uncompiled_after_its_run() -> None:
