@@ -4,6 +4,7 @@ What plans tells where it is, wherever it is (:func:`at`); what started it decid
 (:func:`shown`). Nothing is written where standard error is a file or a pipe.
 """
 
+import shutil
 import sys
 import threading
 import time
@@ -16,6 +17,15 @@ _PAUSE = 0.1  # seconds: before anything is shown, and between two looks of it
 _WIDTH = 79
 _BAR = 20
 _CURRENT = threading.local()
+
+
+def line_width(most: int) -> int:
+    """The columns of a line that a terminal shows in one row, at most ``most``.
+
+    A longer one would wrap, and the next one would begin in the last row of it. ``COLUMNS`` is heeded.
+    """
+    # The last column is left, as some terminals wrap once it is written.
+    return max(1, min(most, shutil.get_terminal_size().columns - 1))
 
 
 class Line(Protocol):
@@ -107,12 +117,12 @@ class ProgressBar:
 
 
 def _line(text: str, done: int, of: int) -> str:
+    width = line_width(_WIDTH)
     if not of:
-        # A longer line would wrap, and the next one would begin in the last row of it.
-        return f"dpx: {text}"[:_WIDTH]
+        return f"dpx: {text}"[:width]
     share = min(1.0, done / of)
     bar = f"[{'#' * round(share * _BAR):{_BAR}}] {share:4.0%}"
-    return f"{f'dpx: {text}'[: _WIDTH - len(bar) - 1]} {bar}"
+    return f"{f'dpx: {text}'[: max(0, width - len(bar) - 1)]} {bar}"[:width]
 
 
 @contextmanager

@@ -27,6 +27,13 @@ def planned(file: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
     return str(file.getvalue())
 
 
+def test_a_bar_stays_in_one_row_of_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert max(map(len, planned(Terminal(), monkeypatch).split("\r"))) <= 39
+
+
 def test_a_bar_shows_how_far_planning_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     monkeypatch.setattr(progress, "_PAUSE", 0.0)

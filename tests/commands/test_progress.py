@@ -12,15 +12,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_the_last_text_over_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("columns", "width"), [(40, 39), (80, 79), (200, 100)])
+def test_a_terminal_shows_the_last_text_over_the_one_before(
+    columns: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stderr", terminal)
-    progress("first, and longer")
+    progress("first, and longer than any terminal is wide: " + "x" * 200)
     progress("second")
     assert terminal.getvalue().split("\r")[-1].rstrip() == "dpx: second"
     assert len({len(line) for line in terminal.getvalue().split("\r")[1:]}) == 1, "nothing of the first is left"
+    assert len(terminal.getvalue().split("\r")[-1]) == width, "a line that wraps cannot be written over"
     done()
-    assert terminal.getvalue().endswith(f"\r{'':100}\r")
+    assert terminal.getvalue().endswith(f"\r{'':{width}}\r")
 
 
 def test_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
