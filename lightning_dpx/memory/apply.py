@@ -65,8 +65,9 @@ class AppliedPlan:
             # Who watches is to see what no plan knows.
             alike = () if watches else twins_of_calls(module, plan.replayed, {d.module for d in plan.decisions})
             self._replays = Replays(module, plan.replayed, alike)
-        # A plan that drops nothing has a budget all the same, which steps may exceed that do more.
-        if plan.dropped or watches or (plan.keeps_all and plan.budget is not None):
+        # A plan that drops nothing, or replays calls only, has a budget all the same, which steps may exceed that do
+        # more.
+        if plan.dropped or watches or plan.budget is not None:
             self.values = hooks_for_values(module, plan, watches=watches)
             if not (plan.dropped or watches or self.values.can_tell):
                 self.values.remove()

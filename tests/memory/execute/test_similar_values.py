@@ -203,3 +203,15 @@ def test_a_plan_that_drops_nothing_tells_of_more_rows_whenever_they_come() -> No
     module.rows = plain.rows = [2 * ROWS] * 6
     with pytest.warns(UserWarning, match=TOLD):
         assert same(step(module, x.repeat(2, 1)), step(plain, x.repeat(2, 1)))
+
+
+def test_a_plan_that_only_replays_calls_tells_of_more_rows_as_well() -> None:
+    module, plain, x, plan = make([ROWS] * 6, 1.0)
+    calls = [replace(plan.decisions[0], name=f"blocks.{index}", action="replay", calls=()) for index in range(2)]
+    others = [d for d in plan.decisions if not d.name.startswith(("blocks.0", "blocks.1"))]
+    dpx.apply_plan(module, replace(plan, decisions=(*calls, *others)))
+    for rows in (ROWS, ROWS // 2, ROWS):  # nothing is told of steps that are as planned
+        assert same(step(module, x[:rows]), step(plain, x[:rows]))
+    module.rows = plain.rows = [4 * ROWS] * 6
+    with pytest.warns(UserWarning, match=TOLD):
+        assert same(step(module, x.repeat(4, 1)), step(plain, x.repeat(4, 1)))
