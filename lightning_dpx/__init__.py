@@ -108,5 +108,6 @@ SimAccelerator.register_accelerators(AcceleratorRegistry)
 refuse_other_package()
 refuse_fabric()
 # Compiled code calls what watches a step (hooks of saved tensors, dispatch modes), which the compiler would trace,
-# with other results. The models of bench are there to be compiled.
-never_compile(f"{__name__}.{part.name}" for part in iter_modules(__path__) if part.name != "bench")
+# with other results. The models of bench are there to be compiled, and some hooks decide by what compiles them.
+_COMPILED = ("bench", "traced_hooks")
+never_compile(f"{__name__}.{part.name}" for part in iter_modules(__path__) if part.name not in _COMPILED)

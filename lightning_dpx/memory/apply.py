@@ -28,6 +28,10 @@ from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, sa
 
 # Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
+_UNTOLD = (
+    "dpx: a model whose memory plan keeps everything is compiled as one graph, in which nothing looks at steps: one "
+    "that takes more than the budget is not told of. Without fullgraph=True it is."
+)
 
 
 class AppliedPlan:
@@ -76,7 +80,9 @@ class AppliedPlan:
         # Last, so that these hooks are outside of all others.
         self._forwards: PlannedForwards | None = None
         if not self._has_nothing_to_do:
-            self._forwards = PlannedForwards(module, self.active, self._end_forward)
+            # What drops something has to be followed, or the step exceeds its budget.
+            told = _UNTOLD if plan.keeps_all else ""
+            self._forwards = PlannedForwards(module, self.active, self._end_forward, told=told)
 
     @property
     def _has_nothing_to_do(self) -> bool:

@@ -22,6 +22,7 @@ from lightning_dpx.torch_compat.compiler import (
     compile_backends,
     compile_settings_of,
     compiler_apart,
+    compiles_one_graph,
     dynamo_config,
     find_compile_backend,
     functorch_config,
@@ -147,7 +148,8 @@ from lightning_dpx.torch_compat.tensors import (
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
     "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
-    "hook_compiled_function", "compiler_apart", "COMPILER_TYPES", "CompileSettings", "COMPOSABLE_STATE",
+    "compiles_one_graph", "hook_compiled_function", "compiler_apart", "COMPILER_TYPES", "CompileSettings",
+    "COMPOSABLE_STATE",
     "current_function_mode",
     "current_graph_task_id", "default_store", "disable_current_modes", "DisableAutocast", "DisableFuncTorch",
     "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass", "dynamo_config",

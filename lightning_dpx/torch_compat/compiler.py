@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
+from torch._dynamo.symbolic_convert import tls as _tracing  # by thread
 
 
 def dynamo_config() -> Any:
@@ -125,6 +126,12 @@ def never_compile(names: Iterable[str]) -> None:
 
     for name in names:
         trace_rules.add(name)
+
+
+def compiles_one_graph() -> bool:
+    """Whether ``torch.compile`` traces code in this thread, and may not break its graph: ``fullgraph=True``."""
+    translator = getattr(_tracing, "current_tx", None)
+    return translator is not None and bool(translator.one_graph or translator.error_on_graph_break)
 
 
 def compile_backends() -> list[str]:

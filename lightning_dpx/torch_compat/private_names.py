@@ -311,6 +311,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="the compiler leaves code alone that compiled code calls, such as hooks of tensors that it saves",
         without="budgets fail beside functions that are compiled where they are defined",
     ),
+    "torch._dynamo.symbolic_convert.tls": PrivateName(
+        why="whether a graph that is traced may break, at hooks that only look at steps",
+        without="fullgraph=True is refused for models whose plan keeps everything",
+    ),
     "torch._dynamo.list_backends": PrivateName(why="names for an error", without="dpx bench plan --compile-backend"),
     "torch._dynamo.lookup_backend": PrivateName(why="checks a name", without="dpx bench plan --compile-backend"),
     "torch._functorch.config": PrivateName(

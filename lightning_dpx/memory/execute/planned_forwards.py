@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType, MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.python_objects.interrupted_calls import is_on_stack
 from lightning_dpx.python_objects.object_graph import CopiedEmpty
+from lightning_dpx.traced_hooks import AsideInOneGraph
 
 _THREAD = threading.local()
 
@@ -27,6 +28,8 @@ class PlannedForwards:
         module: Whose forwards.
         context: Makes what a forward runs in, of its inputs.
         when_over: Is given what a forward has returned, or ``None`` where it has failed.
+        told: The warning where a compiler that has to make one graph of the module leaves the contexts out; empty
+            where it must not.
     """
 
     def __init__(
@@ -34,12 +37,14 @@ class PlannedForwards:
         module: nn.Module,
         context: Callable[[Any], AbstractContextManager[None]],
         when_over: Callable[[Any], None],
+        *,
+        told: str = "",
     ) -> None:
         self._context = context
         self._when_over = when_over
         # The root's own hooks: first of all, so that what other hooks save follows the plan as
         # well, and also where forward raises, so that no thread is left inside.
-        root = _RootHooks(self)
+        root = _RootHooks(self, told)
         self._handles: list[Any] = [
             module.register_forward_pre_hook(root, prepend=True, with_kwargs=True),
             module.register_forward_hook(root.leave, always_call=True),
@@ -50,12 +55,12 @@ class PlannedForwards:
     def enter(self, inputs: Any, caller: FrameType) -> None:
         """A forward begins, with these inputs, in the code that ``caller`` runs."""
         leave_interrupted()
-        # A hook has no block to put a context round: it is entered here, and closed by the other
+        context = self._context(inputs)
+        # A hook has no block to put a context round: it is entered here, and left by the other
         # hook. The root may be called within itself, so there is a list of them.
-        forward = _Forward(self, ExitStack(), caller)
         # First, as the other hook takes the last one off also where this one has failed.
-        _running_here().append(forward)
-        forward.stack.enter_context(self._context(inputs))
+        _running_here().append(_Forward(self, context, caller))
+        context.__enter__()
 
     def leave(self, output: Any) -> None:
         """A forward is over."""
@@ -63,7 +68,7 @@ class PlannedForwards:
         # Those of other plans in it that Ctrl-C has ended, where this one has caught that.
         while running[-1].forwards is not self:
             _take_off(running.pop())
-        running.pop().stack.close()
+        running.pop().context.__exit__(None, None, None)
         self._when_over(output)
 
     def remove(self) -> None:
@@ -78,12 +83,12 @@ class _Forward:
 
     Attributes:
         forwards: Of which module and plan it is one.
-        stack: The contexts that it runs in.
+        context: What it runs in.
         caller: The code that has entered them: while it runs the forward is not over.
     """
 
     forwards: PlannedForwards
-    stack: ExitStack
+    context: AbstractContextManager[None]
     caller: FrameType
 
 
@@ -111,23 +116,27 @@ def _take_off(interrupted: _Forward) -> None:
     # As the exception would have left it, so that nothing is learnt from a part of a forward.
     error = KeyboardInterrupt()
     with STEP_ASIDE.hooks_of_others_off():
-        interrupted.stack.__exit__(KeyboardInterrupt, error, None)
+        interrupted.context.__exit__(KeyboardInterrupt, error, None)
 
 
-class _RootHooks(CopiedEmpty):
+class _RootHooks(AsideInOneGraph, CopiedEmpty):
     """The hooks of the root; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
-    def __init__(self, forwards: PlannedForwards | None) -> None:
+    def __init__(self, forwards: PlannedForwards | None, told: str = "") -> None:
+        super().__init__(told)
         self._forwards = forwards
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _RootHooks, (None,)
 
-    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Follows the plan."""
         if self._forwards is not None:
-            self._forwards.enter((args, kwargs), sys._getframe(1))
+            # Of the code that has called the hook, which has called this.
+            self._forwards.enter((args, kwargs), sys._getframe(2))
 
-    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def end(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """The forward is over."""
         if self._forwards is not None:
             self._forwards.leave(output)
 

@@ -58,6 +58,11 @@ class _Patience:
             self._left = max(self._left, 1)
         return self._left > 0
 
+    @property
+    def is_left(self) -> bool:
+        """Whether there are any."""
+        return self._left > 0
+
     def passes(self) -> bool:
         """Whether the forward that begins need not even be counted among those with hooks."""
         # The second one shows whether the first still waits for its backward.
@@ -132,6 +137,15 @@ class Practised(Rematerialization):
         self._sizes = SavedSizes()
         # Who watches asks for all that is unknown, and plans for that.
         self._peaks = StepPeaks(twins if self._patience.follows_growth else None)
+        # Where steps are only looked at, no hook stays on after that: a compiler would have to leave them out.
+        self._is_off = self._only_looks
+        if self._is_off:
+            self.names.remove()
+
+    @property
+    def _only_looks(self) -> bool:
+        """Whether nothing is dropped, and steps are looked at for what they keep."""
+        return not self._drops and self._patience.follows_growth
 
     @property
     def num_losses(self) -> int:
@@ -167,10 +181,8 @@ class Practised(Rematerialization):
     @property
     def _has_nothing_to_do(self) -> bool:
         """Whether forwards only have to be looked at now and then."""
-        if self._drops or self._learnt is None or not self._patience.follows_growth:
-            return False
-        # One that was followed has left hooks on all modules, which the next one takes off.
-        if self._routine is None:
+        # Hooks are on all modules where another thread has needed them so far; the next forward takes them off.
+        if not self._only_looks or self._learnt is None or self._routine is None:
             return False
         return not (_paths_of(self._learnt) or self._peaks.varying)
 
@@ -209,15 +221,17 @@ class Practised(Rematerialization):
             with self._guard:
                 self._running -= 1
                 self._patience.end(changed=forward.changed, grew=forward.grew)
+                if self._only_looks and not (self.is_routine or self._running or self._patience.is_left):
+                    self._follow(self._learnt)
 
     def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> FollowedForward | RoutineForward:
         with self._guard:
             # What a step without recipes unpacks changes nothing.
             is_followed = self._patience.begin() or (self._runs_backwards and self._drops)
             routine = None if is_followed else self._learnt
-            if (routine is None) == self.is_routine and not self._running:  # others may need the hooks as they are
-                self._routine = routine
-                self._set_hooks()
+            is_news = self._is_off or (routine is None) == self.is_routine
+            if is_news and not self._running:  # others may need the hooks as they are
+                self._follow(routine)
             self._running += 1
             if self._routine is not None:
                 # An entry tells a routine where it is; of these calls only the number matters.
@@ -225,8 +239,14 @@ class Practised(Rematerialization):
                 return RoutineForward(pack, self.unpack, self.names, self._routine, self._sizes, counted)
         return FollowedForward(pack, wrap, self.unpack, self._sizes)
 
+    def _follow(self, routine: Routine | None) -> None:
+        """The next forwards follow ``routine``, or are followed call by call."""
+        self._routine = routine
+        self._set_hooks()
+
     def _set_hooks(self) -> None:
         """Puts hooks on all modules, or only where the routine needs them."""
+        self._is_off = False
         self.names.remove()
         for handle in self._handles:
             handle.remove()
