@@ -39,22 +39,40 @@ def compiled_names(module: nn.Module) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def is_compiled(module: nn.Module) -> bool:
+OfClasses = dict[type, list[Any]]  # compiled functions
+
+
+def is_compiled(module: nn.Module, known: OfClasses | None = None) -> bool:
     """Whether ``module``, a method of its own or a function that its class calls is compiled.
 
     Its submodules do not count.
+
+    Args:
+        module: Which.
+        known: As of :func:`functions_compiled_in`.
     """
-    return _is_compiled_itself(module) or bool(functions_compiled_in(module))
+    return _is_compiled_itself(module) or bool(functions_compiled_in(module, known))
 
 
-def functions_compiled_in(module: nn.Module) -> list[Any]:
+def functions_compiled_in(module: nn.Module, known: OfClasses | None = None) -> list[Any]:
     """What ``torch.compile`` has made of methods of ``module``, and of functions that its class calls.
 
     Empty where ``module`` is compiled itself, or nothing of the kind is.
+
+    Args:
+        module: Which.
+        known: What was found of classes, and gets what is: for a look at many modules, which have few classes. Classes
+            change, so it is not to be kept.
     """
     if _is_compiled_itself(module):
         return []
-    return [function for _, function in [*_compiled_methods(module), *_compiled_functions(type(module))]]
+    kind = type(module)
+    of_class = None if known is None else known.get(kind)
+    if of_class is None:
+        of_class = [function for _, function in _compiled_functions(kind)]
+        if known is not None:
+            known[kind] = of_class
+    return [*(function for _, function in _compiled_methods(module)), *of_class]
 
 
 def _is_compiled_itself(module: nn.Module) -> bool:

@@ -8,7 +8,14 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dpx.python_objects.compiled import compiled_names, is_compiled, state_named_as_in, uncompiled, untraced
+from lightning_dpx.python_objects.compiled import (
+    compiled_names,
+    functions_compiled_in,
+    is_compiled,
+    state_named_as_in,
+    uncompiled,
+    untraced,
+)
 from tests.conftest import runs_eagerly
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
@@ -180,3 +187,16 @@ def test_a_state_dict_of_another_module_is_left_alone() -> None:
     state = Layer().state_dict()
     assert state_named_as_in(Layer(), state) is state
     assert state_named_as_in(nn.BatchNorm1d(4), state) is state
+
+
+def test_classes_are_looked_at_once_for_all_of_their_modules() -> None:
+    known: dict[type, list[Any]] = {}
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()]
+    for part in parts:
+        assert functions_compiled_in(part, known) == []
+    assert known == {nn.Linear: [], nn.Tanh: []}
+    # What is known of a class is not looked for, and methods of each module are.
+    known[nn.Tanh] = [torch.compile(torch.tanh, backend="eager")]
+    assert functions_compiled_in(parts[2], known) == known[nn.Tanh]
+    parts[1].forward = known[nn.Tanh][0]
+    assert [is_compiled(part, known) for part in parts] == [False, True, True]

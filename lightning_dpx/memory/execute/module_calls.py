@@ -13,7 +13,7 @@ from lightning_dpx.memory.execute.calls import Call, repeating
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call
 from lightning_dpx.memory.execute.module_anatomy import Anatomies, Passive
 from lightning_dpx.memory.plan.plan import module_of
-from lightning_dpx.python_objects.compiled import functions_compiled_in, is_compiled
+from lightning_dpx.python_objects.compiled import OfClasses, functions_compiled_in, is_compiled
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,
     compiled_call_of,
@@ -287,8 +287,9 @@ def compiled_parts(module: nn.Module, opened: Collection[str] = ()) -> list[str]
         opened: Paths of those whose compiled functions alone are code.
     """
     paths: list[str] = []
+    known: OfClasses = {}
     for path, child in module.named_modules():  # outer ones first
-        if path not in opened and is_compiled(child) and not any(_is_inside(path, outer) for outer in paths):
+        if path not in opened and is_compiled(child, known) and not any(_is_inside(path, outer) for outer in paths):
             paths.append(path)
     return paths
 
@@ -299,13 +300,14 @@ def openable(module: nn.Module) -> frozenset[str]:
     Smaller ones are replayed as a whole with the code in them.
     """
     found = set[str]()
-    size = _size_of(module)
+    known: OfClasses = {}
     for path, child in module.named_modules():
-        # A replay of what has most of the model would have most of the step there at once.
-        if (path and 2 * _size_of(child) <= size) or next(child.children(), None) is None:
+        functions = functions_compiled_in(child, known)
+        if not functions or not all(map(is_compiled_function, functions)):
             continue
-        functions = functions_compiled_in(child)
-        if functions and all(map(is_compiled_function, functions)):
+        # A replay of what has most of the model would have most of the step there at once.
+        has_most = not path or 2 * _size_of(child) > _size_of(module)
+        if has_most and next(child.children(), None) is not None:
             found.add(path)
     return frozenset(found)
 
