@@ -150,6 +150,10 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- operators ----
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every call; the compiler leaves the code of this package alone anyway
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # These do the operator on the tensors that they hold, which comes here again.
         if on_tensors_of_tensors(types):
