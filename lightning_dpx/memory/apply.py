@@ -82,7 +82,7 @@ class AppliedPlan:
         if not self._has_nothing_to_do:
             # What drops something has to be followed, or the step exceeds its budget.
             told = _UNTOLD if plan.keeps_all else ""
-            self._forwards = PlannedForwards(module, self.active, self._end_forward, told=told)
+            self._forwards = PlannedForwards(module, self._begin_forward, self._end_forward, told=told)
 
     @property
     def _has_nothing_to_do(self) -> bool:
@@ -119,6 +119,19 @@ class AppliedPlan:
                 self._warnings.look_at_forward(self.values)
         finally:
             self._local.active = False
+
+    def _begin_forward(self, inputs: Any) -> AbstractContextManager[None]:
+        # Even contexts that do nothing take as long as a small layer.
+        return _Passing(self._local) if self._passes(inputs) else self.active(inputs)
+
+    def _passes(self, inputs: Any) -> bool:
+        """Whether a forward only has to be counted, and is by this."""
+        if self.values is None or self._replays is not None or self.calls.is_on:
+            return False
+        # Of those within others, without gradients and in a checkpoint :meth:`active` knows what to do.
+        if getattr(self._local, "active", False) or not _saves_for_hooks() or is_in_checkpoint():
+            return False
+        return self.values.passes(inputs)
 
     def _end_forward(self, output: Any) -> None:
         if self._warnings.looks_for_gradients and _saves_for_hooks():
@@ -165,6 +178,23 @@ class AppliedPlan:
         if self._forwards is not None:
             self._forwards.remove()
         self._code.remove()
+
+
+class _Passing(AbstractContextManager[None]):
+    """In the place of the contexts of a forward: notes that it runs.
+
+    Args:
+        local: Of the plan.
+    """
+
+    def __init__(self, local: threading.local) -> None:
+        self._local = local
+
+    def __enter__(self) -> None:
+        self._local.active = True
+
+    def __exit__(self, *_error: object) -> None:
+        self._local.active = False
 
 
 def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) -> AppliedPlan:

@@ -165,18 +165,27 @@ class Practised(Rematerialization):
     @contextmanager
     def active(self, inputs: Any = (), *, counts_waiting: bool = False) -> Iterator[None]:
         """As it says there; larger inputs are followed as the first ones were."""
+        if self.passes(inputs):
+            yield
+            return
         # Searched once for both who ask.
         inputs = tensors_in(inputs)
+        self._look_for_larger(inputs)
+        with super().active(inputs, counts_waiting=counts_waiting):
+            yield
+
+    def passes(self, inputs: Any) -> bool:
+        """As it says there; larger inputs are followed as the first ones were."""
+        if not self._has_nothing_to_do:
+            return False
+        self._look_for_larger(inputs)
+        return self._patience.passes()
+
+    def _look_for_larger(self, inputs: Any) -> None:
         # What is kept outside of the stretches grows without a sign of it, and so do steps that drop nothing.
         if self._patience.follows_growth and self._peaks.have_grown(inputs):
             with self._guard:
                 self._patience.begin_anew()
-        # Even contexts that do nothing take as long as a small layer.
-        if self._has_nothing_to_do and self._patience.passes():
-            yield
-            return
-        with super().active(inputs, counts_waiting=counts_waiting):
-            yield
 
     @property
     def _has_nothing_to_do(self) -> bool:
@@ -184,7 +193,8 @@ class Practised(Rematerialization):
         # Hooks are on all modules where another thread has needed them so far; the next forward takes them off.
         if not self._only_looks or self._learnt is None or self._routine is None:
             return False
-        return not (_paths_of(self._learnt) or self._peaks.varying)
+        # A module that no forward has called yet has a hook, which asks for the next one to be followed.
+        return not self._peaks.varying
 
     @contextmanager
     def hooks(self, pack: Pack, wrap: Callable[[Pack], Pack], *, noting: bool) -> Iterator[None]:
@@ -351,9 +361,15 @@ class Practised(Rematerialization):
 
     def enter(self, path: str) -> None:
         """A module is called."""
+        if repeating():
+            return
         forward = getattr(self._current, "forward", None)
-        if forward is not None and not repeating():
+        if forward is not None:
             forward.enter(path)
+        elif self._only_looks and torch.is_grad_enabled():
+            # In a forward that is not looked at: of what it keeps now the next one will tell.
+            with self._guard:
+                self._patience.begin_anew()
 
     def put_on(self) -> None:
         """Puts the hooks on again, after :meth:`remove`."""

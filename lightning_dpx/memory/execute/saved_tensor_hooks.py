@@ -149,6 +149,10 @@ class Rematerialization(GraphTape):
             self._offloading.settle()
             self._decide_uncached()
 
+    def passes(self, inputs: Any) -> bool:
+        """Whether a forward only has to be counted, and is by this; one that takes ``inputs``."""
+        return False
+
     @property
     def can_tell(self) -> bool:
         """Whether steps are noticed that are other ones than the planned one."""

@@ -1,6 +1,7 @@
 """Hooks are on where a plan drops something, and nowhere else; steps that differ are followed call by call again."""
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -89,6 +90,39 @@ def test_a_plan_that_drops_nothing_has_no_hooks_after_its_first_step() -> None:
     assert [number for number, count in enumerate(counts, 1) if count != min(counts)] == [1, 16, 32]
     handle.remove()
     assert module(x).grad_fn._raw_saved_self.unpack_hook is None
+
+
+def test_a_plan_that_drops_nothing_follows_no_step_for_a_module_that_none_has_called() -> None:
+    """Such as the last layer of ``nn.MultiheadAttention``, whose parameters are used without it."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+            self.follows: list[bool] = []
+            self.goes_on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.attention(x, x, x)[0]
+            if self.goes_on:
+                for _ in range(8):
+                    out = self.attention.out_proj(out.tanh())
+            self.follows.append(not gc.isenabled())  # the collector rests in forwards that are followed
+            return out
+
+    module, x = Attending(), torch.randn(8, 32, 64)
+    most = dpx.search_plan(module, x, budget=1.0).adding_peak
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget=most))
+    assert applied.plan.keeps_all
+    module.follows.clear()
+    for _ in range(6):
+        gradients_of(module, x)
+    assert module.follows[2:] == [False] * 4
+    # Where one is called after all, the step after that is looked at.
+    module.goes_on = True
+    gradients_of(module, x)
+    with pytest.warns(UserWarning, match="it is another step than the planned one"):
+        gradients_of(module, x)
 
 
 @pytest.mark.parametrize(("name", "share"), [("gpt", 0.3), ("gpt", 0.6), ("unrolled lstm", 0.6), ("lora", 0.4)])
