@@ -206,7 +206,8 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
     A step may differ from the planned one, as layers are skipped or rows are routed: what the plan does not know is
     dropped if the same value of a call like it is. If a step will exceed the budget nevertheless, a warning tells
     once; likewise if its backward finds gradients, to which it adds, and the plan was made for one that finds none.
-    Within ``torch.utils.checkpoint``, which makes all of a forward again, nothing is dropped.
+    Within ``torch.utils.checkpoint``, which makes all of a forward again, nothing is dropped. Where the module is
+    compiled as one graph (``fullgraph=True``), a plan that keeps everything tells of nothing, and a warning says so.
 
     Args:
         module: What the plan was made for.
