@@ -5,13 +5,14 @@ copies would not follow it.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.object_graph import items_of
 
 
 def arrays_of_hidden(
@@ -86,18 +87,16 @@ def found_in(values: Iterable[Any], kind: type, is_boundary: Callable[[Any], boo
         # Containers may hold each other in a circle.
         if children and id(value) not in seen and not is_boundary(value):
             seen.add(id(value))
-            waiting.extend(reversed(list(children)))
+            waiting.extend(reversed(children))
     return found
 
 
-def _items(value: Any) -> Iterable[Any]:
-    # A long list of text or numbers leads nowhere, and is not walked through.
-    if isinstance(value, dict):
-        items: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple | deque):
-        items = value
-    else:
+def _items(value: Any) -> Sequence[Any]:
+    if not isinstance(value, dict | list | tuple | deque):
         return ()
+    # Past methods of its own: a mapping of a library may import all of its models.
+    items = items_of(value)
+    # A long list of text or numbers leads nowhere, and is not walked through.
     if set(map(type, items)) <= {str, int, float, bool, bytes, type(None)}:
         return ()
     return items
