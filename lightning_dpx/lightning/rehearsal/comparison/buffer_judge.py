@@ -18,13 +18,13 @@ class BufferJudge:
     Args:
         state: What one device has left, by name.
         tolerance: How far slices may be from it.
-        written: Names of those that it has changed.
+        written: Names of those that it has changed; not known unless given.
 
     Attributes:
         fitting: By name, all rules that reproduce a buffer.
     """
 
-    def __init__(self, state: Mapping[str, Any], tolerance: Tolerance, written: Collection[str] = ()) -> None:
+    def __init__(self, state: Mapping[str, Any], tolerance: Tolerance, written: Collection[str] | None = None) -> None:
         self._state = state
         self._tolerance = tolerance
         self._written = written
@@ -42,14 +42,18 @@ class BufferJudge:
         # to the comparison of state.
         if not isinstance(whole, torch.Tensor):
             return "first"
+        # Most buffers are constants, some of them large: what others make of these takes room for nothing.
+        is_constant = self._written is not None and name not in self._written
+        if is_constant and self._reproduces(whole, value("first")):
+            return "first"
         largest = value("max")
         smallest = value("min")
         are_alike = largest is not None and smallest is not None and torch.equal(largest, smallest)
         # All slices have the same, and so has one device. Otherwise what they have adds up, as a count of rows does
         # where each slice has one.
         if are_alike and self._reproduces(whole, value("first")):
-            # What was added up until now may be set: of a constant, which may be large, nothing is computed.
-            if name in self._written:
+            # What was added up until now may be set.
+            if self._written is not None:
                 self.fitting[name] = [rule for rule in _RULES if self._reproduces(whole, value(rule))]
             return "first"
         # Where they differ, the first one's is the whole batch's by chance: its rows may have the largest of all.
