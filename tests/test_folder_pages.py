@@ -17,6 +17,15 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert not missing
 
 
+def test_the_flows_of_the_package_name_what_is_in_their_files() -> None:
+    flows = "".join((PACKAGE / "README.md").read_text().split("```")[3::2])
+    # A file, and behind it what of it is meant: functions that are called, or a class.
+    named = re.findall(r"([\w/]+/\w+\.py|step\.py) (\w+)(?= *(?:->|,|\n|$))", flows)
+    assert len(named) > 8
+    missing = [f"{file}: {name}" for file, name in named if not re.search(rf"\b{name}\b", (PACKAGE / file).read_text())]
+    assert not missing
+
+
 def test_every_file_that_a_docstring_or_comment_sends_to_is_there() -> None:
     files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
     missing = []
