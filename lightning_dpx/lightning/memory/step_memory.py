@@ -4,38 +4,29 @@ A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :cl
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
-from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.memory.auto_shift import shift_what_does_not_fit
-from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
-from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import MEETS_OTHERS, OutOfMemory
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import by_device
-from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
+from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
+from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
-from lightning_dpx.lightning.rehearsal.manual_shadow_step import ManualSandbox
-from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
-from lightning_dpx.memory import BesideActivations
 from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
-from lightning_dpx.replicas.error_notes import FirstNaN, annotate
-from lightning_dpx.replicas.shared_iterators import PeekedIterator, iterators_peeked
+from lightning_dpx.replicas.shared_iterators import iterators_peeked
 from lightning_dpx.shifting import BetweenSteps, applied_shift
 from lightning_dpx.units import format_mib
 
@@ -47,21 +38,6 @@ _NO_BOUND = (
     "batch that fits (BatchSizeFinder) ends at its max_trials or max_val, or at the size of the data set."
 )
 Forward = Callable[[list[BatchSlice], tuple[Any, ...], dict[str, Any]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """What a step is about to run on.
-
-    Attributes:
-        slices: The slices of the batch.
-        args: What Lightning calls the step with.
-        kwargs: The arguments that it gives by name.
-    """
-
-    slices: list[BatchSlice]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class NoStepMemory:
@@ -148,6 +124,7 @@ class StepMemory(NoStepMemory):
         self._micro_batches = MicroBatchChooser(session)
         self._evaluation = EvaluationCuts(session, planning)
         self._freed_gradients = FreedGradients(session)
+        self._static = StaticOfSteps(session, self._freed_gradients)
 
     def begin_step(self) -> None:
         """Frees gradients that nothing needs, so that the room for a plan is looked at without them."""
@@ -182,15 +159,15 @@ class StepMemory(NoStepMemory):
             slices = self._slices_of_devices(args[0])
         replicas.python_state.share()  # as the step itself would begin: every replica is profiled as it is by then
         with iterators_peeked(replicas.root.module) as peeked:
-            run = self._tried_step(StepInput(slices, args, kwargs), peeked)
+            run = ShadowRun(session, StepInput(slices, args, kwargs), peeked)
             self._freed_gradients.look(slices[0], run)
-            static = self._static_memory(slices)
+            static = self._static.of(slices)
             numbers = chooser.numbers(
                 slices,
                 run,
                 partial(self._planning.rooms.room_of_replica, replicas, slices, static),
                 self._planning.planner,
-                partial(self._beside, slices, static),
+                partial(self._static.beside_micro_batches, slices, static),
                 partial(self._planning.rooms.explain_micro_batches, replicas, slices, static),
                 counts_gradients=static.frees_gradients,
             )
@@ -211,23 +188,6 @@ class StepMemory(NoStepMemory):
             session.strategy.announce(_NO_BOUND)
         return True
 
-    def _beside(self, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device) -> BesideActivations:
-        """What a replica's micro-batches need beside their activations, and a step in one piece does not."""
-        here = by_device(slices)[device]
-        buffers = sum(buffer.nbytes for buffer in here[0].replica.buffers)
-        alone = self._session.training.runs_alone(slices)
-        # Those of the first micro-batch are there beside the activations of the others.
-        if static.frees_gradients:
-            gradients = static.coming_gradients(device)
-            return BesideActivations(gradients=gradients, buffers=buffers, keeps_buffers=alone)
-        if not self._keeps_earlier_gradients:
-            return BesideActivations(buffers=buffers, keeps_buffers=alone)
-        # Slices are not cut yet, so what is counted now says nothing of the
-        # gradients that would lie aside.
-        cut = replace(static, keeps_earlier=True)
-        gradients = (cut.passing(device) - static.passing(device)) // len(here)
-        return BesideActivations(gradients=gradients, buffers=buffers, keeps_buffers=alone)
-
     def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
         """One for each device, none of them cut further."""
         with self._session.replicas.partition.slices_in_one_piece(training=True):
@@ -237,7 +197,7 @@ class StepMemory(NoStepMemory):
         """Looks at the first batch of an evaluation, and at larger ones."""
         if self._session.options.memory_budget is None:
             return False
-        return self._evaluation.cut(name, args, kwargs, self._static_memory)
+        return self._evaluation.cut(name, args, kwargs, self._static.of)
 
     def leave_micro_batches(self, name: str, reason: str) -> bool:
         """Takes back micro-batches that were chosen here; a number that the user gave stays."""
@@ -283,8 +243,8 @@ class StepMemory(NoStepMemory):
                     "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
                     f"{self._planning.budgets.option}: {error}"
                 )
-        self._planning.plan_joint_calls(self._session.replicas, slices, self._static_memory)
-        self._planning.confirm(self._session.replicas, slices, self._static_memory)
+        self._planning.plan_joint_calls(self._session.replicas, slices, self._static.of)
+        self._planning.confirm(self._session.replicas, slices, self._static.of)
         self._planning.begin_step()
         self._runs_step = True
 
@@ -357,9 +317,9 @@ class StepMemory(NoStepMemory):
         # The memory of other processes has not run out, and they are somewhere in their steps.
         alone = session.strategy.ranks.alone(MEETS_OTHERS)
         with alone, iterators_peeked(session.replicas.root.module) as peeked:
-            run = self._tried_step(known, peeked)
+            run = ShadowRun(session, known, peeked)
             try:
-                return self._planning.tighten(session.replicas, known.slices, run, self._static_memory)
+                return self._planning.tighten(session.replicas, known.slices, run, self._static.of)
             except BudgetError:
                 if not self._cut_further(known):
                     raise
@@ -417,7 +377,7 @@ class StepMemory(NoStepMemory):
         self._shifts_open = False
         session.step.close()  # its hooks hold on to where the parameters were
         with iterators_peeked(replicas.root.module) as peeked:
-            run = self._tried_step(step, peeked)
+            run = ShadowRun(session, step, peeked)
             budgets = self._planning.budgets
             shift_what_does_not_fit(replicas, step.slices, run, session.strategy.optimizers, budgets)
         # Hooks between steps were entered at launch, before anything was known of these shifts.
@@ -443,9 +403,9 @@ class StepMemory(NoStepMemory):
             cut is not None and cut.two_passes is not None and replicas.cuts_slices
         )
         with iterators_peeked(replicas.root.module) as peeked:
-            run = self._tried_step(step, peeked)
+            run = ShadowRun(self._session, step, peeked)
             self._freed_gradients.look(step.slices[0], run)
-            self._planning.decide(replicas, step.slices, run, self._static_memory, source=source)
+            self._planning.decide(replicas, step.slices, run, self._static.of, source=source)
         self._micro_batches.say_why_whole(self._planning.plans.values())
         self._tell_of_update(step.slices)
 
@@ -455,7 +415,7 @@ class StepMemory(NoStepMemory):
         if self._has_told_of_update or not on_host:
             return
         taken = bytes_of_update(self._session.strategy.optimizers)
-        static = self._static_memory(slices)
+        static = self._static.of(slices)
         for device in on_host:
             _, limit = self._planning.forecast(device)
             needed = static.between_steps(device) + taken
@@ -490,7 +450,7 @@ class StepMemory(NoStepMemory):
             counts = self._freed_gradients.are_freed
             return profile_example(replicas, replica, precision, counts_gradients=counts)
 
-        self._planning.check_feasible(replicas, self._static_memory, profiles_of)
+        self._planning.check_feasible(replicas, self._static.of, profiles_of)
         if example is None:
             return
         batch = before_batch_transfer(module, precision.convert_input(example))
@@ -515,79 +475,6 @@ class StepMemory(NoStepMemory):
             # An example batch is no batch of the run: a first batch that is smaller must
             # not count as a short one.
             replicas.partition.forget_usual_rows()
-
-    def _static_memory(self, slices: Sequence[BatchSlice]) -> StaticMemory:
-        """What a step of ``slices`` needs on every device beside its activations."""
-        session = self._session
-        replicas = session.replicas
-        # A device without a slice sends no gradients, so its share of the reduction is not counted.
-        active = {replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices}
-        return StaticMemory(
-            slices,
-            snapshot=self._snapshot_bytes(slices),
-            shown=self._shown_bytes(slices),
-            states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
-            moving=session.step.sums.reduction_bytes(active),
-            moves_in_backward=session.step.sums.overlapped is not None,
-            accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
-            keeps_earlier=replicas.cuts_slices and self._keeps_earlier_gradients,
-            frees_gradients=self._freed_gradients.are_freed,
-            callbacks=session.trainer.callbacks,  # type: ignore[attr-defined]
-        )
-
-    def _snapshot_bytes(self, slices: Sequence[BatchSlice]) -> dict[torch.device, int]:
-        """Of buffers before a step of several slices, where nothing counts them yet."""
-        root = self._session.replicas.root
-        if self._session.training.runs_alone(slices):
-            return {}
-        return {root.device: self._session.replicas.state.buffers.snapshot_bytes(to_come=not is_host(root.device))}
-
-    def _shown_bytes(self, slices: Sequence[BatchSlice]) -> dict[torch.device, int]:
-        """Of the whole batch, which hooks before the backward find on the root device, where they look at it."""
-        session = self._session
-        root = session.replicas.root.device
-        looks = session.batches.writes.is_watched and session.gradient_hooks.before_backward_of_step
-        if is_host(root) or not looks:
-            return {}
-        return {root: sum(bytes_of_tensors(batch_slice.batch) for batch_slice in slices)}
-
-    @property
-    def _keeps_earlier_gradients(self) -> bool:
-        return keeps_earlier_gradients(self._session.trainer, self._session.module)
-
-    def _tried_step(self, step: StepInput, peeked: Sequence[PeekedIterator]) -> Callable[[Any, Any, int], Any]:
-        """The training step of a shadow module, whose logs are not read: ``run(module, rows, num_rows)``."""
-        session = self._session
-        strategy = self._session.strategy
-        # Optimizers hold the owners' parameters, which with
-        # reducer="colocate" are spread over devices.
-        sandbox = ManualSandbox(strategy, session.module, session.step.owner_parameters, session.replicas.devices)
-
-        def run(module: Any, rows: Any, num_rows: int) -> Any:
-            for iterator in peeked:
-                # Every profile of the same step gets the same items, and the
-                # step itself gets them again.
-                iterator.rewind(is_tried=True)
-            batch_slice = BatchSlice(Replica(0, module.device, module), num_rows, rows)
-            try:
-                if module.automatic_optimization:
-                    return run_step(module, batch_slice)
-                with sandbox.opened(module):
-                    return run_step(module, batch_slice)
-            except BaseException as error:
-                # A tried step may be the first to fail, and its error ends the run: it
-                # gets the notes of a real one.
-                annotate(error, module, module.device, FirstNaN())
-                raise
-
-        def run_step(module: Any, batch_slice: BatchSlice) -> Any:
-            transfer = Transfer(session.trainer, session.module, 0)
-            context = session.context(module)
-            precision = strategy.precision_plugin.train_step_context()
-            with StepLog(batch_slice).recording_alone(module), precision, context:
-                return module.training_step(transfer.to_replica(batch_slice), *step.args[1:], **step.kwargs)
-
-        return run
 
 
 def note_shifts(replicas: Sequence[Replica], hooks_mode: BetweenSteps | None) -> None:
