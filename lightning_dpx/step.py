@@ -151,26 +151,6 @@ class TrainingStep:
         for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
             _hand_gradient(parameter, owned)  # where the optimizer zeroes it
 
-    def forward(
-        self,
-        slices: Sequence[BatchSlice],
-        call: Callable[[BatchSlice], Any],
-        finish: Callable[[Any], Any] | None = None,
-    ) -> Any:
-        """Runs ``call`` on every slice and merges what the replicas return.
-
-        Args:
-            slices: The parts of the batch.
-            call: A replica's step.
-            finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
-
-        Returns:
-            What one device would return: a scalar leaf loss, a mapping with ``"loss"`` and merged extras, or ``None``
-            if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
-        """
-        self.begin()
-        return self.merge(slices, self._replicas.run("training_step", slices, call), finish)
-
     def begin(self) -> None:
         """Before every replica's own step: all of them have the parameters and buffers of the first."""
         self._replicas.state.synchronize()
@@ -224,12 +204,16 @@ class TrainingStep:
     def merge(
         self, slices: Sequence[BatchSlice], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None
     ) -> Any:
-        """One loss from those that the replicas returned, as :meth:`forward` returns it.
+        """One loss from those that the replicas returned.
 
         Args:
             slices: The parts of the batch.
             outputs: What each replica's step returned for its part.
             finish: Computes the loss from the merged outputs, where the loss needs the whole batch.
+
+        Returns:
+            What one device would return: a scalar leaf loss, a mapping with ``"loss"`` and merged extras, or ``None``
+            if every replica returned ``None`` (those that do drop out, the rest are weighted anew).
         """
         # A single slice writes a parameter once, as one device does.
         if len(slices) > 1:

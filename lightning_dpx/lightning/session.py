@@ -121,7 +121,7 @@ class Session(Run):
     @property
     def loss_is_sum(self) -> bool:
         """Whether the losses of slices add up to that of the batch."""
-        return self.step.rules.loss_reduction == "sum"
+        return self.step.adds_losses
 
     # ---- before and after a step ----
 
@@ -172,12 +172,12 @@ class Session(Run):
         index = args[2] if len(args) > 2 else 0
         return self.strategy.batch_to_device(args[0], None, index), *args[1:]
 
-    # ---- optimizers ----
-
     def plan_ahead(self) -> None:
         """Plans a fit from the example batch, if there is one."""
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.memory.plan_ahead()
+
+    # ---- optimizers ----
 
     def begin_optimizers(self) -> None:
         """The user's optimizers are made: they change the owners' copies, where that is possible."""

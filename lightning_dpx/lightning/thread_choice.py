@@ -107,7 +107,8 @@ class ThreadChoice:
                 # The run goes on with the numbers that one step has left, not two.
                 preserved = preserve_rng_state(replicas.devices, [replicas.root.module])
                 with preserved, torch.no_grad(), session.strategy.precision_plugin.train_step_context():
-                    return first_loss(step.forward(slices, run))
+                    step.begin()
+                    return first_loss(step.merge(slices, replicas.run("training_step", slices, run)))
             finally:
                 step.discard()
 
