@@ -101,9 +101,9 @@ class StageOrder:
             text = "its replicas take turns instead of running in threads"
         elif self._partition.trains_apart:
             self._partition.merges_in_training = True
-            text = "slices in threads draw in no fixed order; from here on they are taken as one"
+            text = "in threads they draw in no fixed order; from here on they take their slices as one"
         else:
-            text = "slices in threads draw in no fixed order; from here on the replicas take turns"
+            text = "in threads they draw in no fixed order; from here on they take turns"
         warnings.warn(
             f"The {stage} draws random numbers on the CPU, from a generator that all replicas share: {text}.",
             stacklevel=3,
