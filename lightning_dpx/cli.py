@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.error(f"unrecognized arguments: {' '.join(others)}")
         with warnings_in_words():
             status = int(args.run(args, others))
-        # Here and not when Python ends, where an error of it would have no handler.
-        sys.stdout.flush()
+        # Here and not when Python ends, where an error of it would have no handler. A shell may have closed it: `>&-`.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except OSError:
         problem = lost_output()

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,6 +54,12 @@ def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (1, "dpx: standard output cannot be written: No space left on device\n")
+
+
+def test_without_a_standard_output_commands_run_all_the_same() -> None:
+    command = f"{shlex.quote(sys.executable)} -m lightning_dpx doctor >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", ["fit", "plan"])

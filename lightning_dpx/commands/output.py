@@ -46,7 +46,10 @@ def written(option: str, path: Path) -> Iterator[None]:
 
 
 def lost_output() -> OSError | None:
-    """Why standard output cannot be written, such as that its reader has ended; ``None`` where it can."""
+    """Why standard output cannot be written, such as that its reader has ended; ``None`` where it can, or is closed."""
+    # Python writes nothing then, and fails at nothing.
+    if sys.stdout is None:
+        return None
     try:
         # An error of the user's own pipes and files leaves it as it is.
         sys.stdout.write("\n")
