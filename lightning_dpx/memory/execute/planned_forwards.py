@@ -65,6 +65,9 @@ class PlannedForwards:
     def leave(self, output: Any) -> None:
         """A forward is over."""
         running = _running_here()
+        # A hook that comes before ours has failed: torch calls this one all the same, of a forward that never began.
+        if all(forward.forwards is not self for forward in running):
+            return
         # Those of other plans in it that Ctrl-C has ended, where this one has caught that.
         while running[-1].forwards is not self:
             _take_off(running.pop())

@@ -176,3 +176,42 @@ def test_what_is_left_goes_with_the_next_planned_forward_also_where_another_thre
     dpx.apply_plan(module, plan)
     module(x)
     assert top_saved_tensors_hooks(True) is None
+
+
+class CatchesErrors(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.more = net, Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.net(x)
+        except ValueError:
+            assert top_saved_tensors_hooks(True) is not None
+        return self.more(x)
+
+
+def refuse(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+    raise ValueError("these rows are not allowed")
+
+
+def test_a_forward_that_a_hook_before_those_of_the_plan_refuses_ends_no_forward_around_it() -> None:
+    module, x = blocks()
+    outer = CatchesErrors(module)
+    plan = dpx.search_plan(outer, x, budget=0.9)
+    dpx.apply_plan(module, plan_of(module, x, "recompute"))
+    dpx.apply_plan(outer, plan)
+    module.register_forward_pre_hook(refuse, prepend=True)
+    gradients = torch.autograd.grad(outer(x).sum(), list(outer.more.parameters()))
+    assert top_saved_tensors_hooks(True) is None
+    expected = torch.autograd.grad(outer.more(x).sum(), list(outer.more.parameters()))
+    assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_a_hook_before_those_of_the_plan_refuses_a_forward_its_error_is_all_that_is_told() -> None:
+    module, x = blocks()
+    dpx.apply_plan(module, plan_of(module, x, "recompute"))
+    module.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="not allowed"):
+        module(x)
