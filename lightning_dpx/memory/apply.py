@@ -95,6 +95,8 @@ class AppliedPlan:
         Args:
             inputs: What it takes, where that is known: tensors, or what has some in it.
         """
+        # A forward that Ctrl-C has ended would be taken for one around this block.
+        leave_interrupted()
         # A module that calls itself is in here already.
         if self._has_nothing_to_do or getattr(self._local, "active", False) or not _saves_for_hooks():
             yield

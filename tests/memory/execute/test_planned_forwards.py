@@ -215,3 +215,22 @@ def test_where_a_hook_before_those_of_the_plan_refuses_a_forward_its_error_is_al
     module.register_forward_pre_hook(refuse, prepend=True)
     with pytest.raises(ValueError, match="not allowed"):
         module(x)
+
+
+def test_a_block_that_follows_the_plan_does_so_after_an_interrupted_forward() -> None:
+    module, x = blocks()
+    applied = dpx.apply_plan(module, plan_of(module, x, "recompute"))
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        with applied.active((x,)):
+            y = x
+            for block in module:
+                y = block(y)
+        y.pow(2).mean().backward()
+
+    step()
+    expected = peak_of_passing(step)
+    interrupt(module, x)
+    assert peak_of_passing(step) == expected
+    assert top_saved_tensors_hooks(True) is None
