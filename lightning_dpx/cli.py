@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_dpx.command_start import imports_are_done
 from lightning_dpx.commands import bench, doctor, plan, train, tune
-from lightning_dpx.commands.output import lost_output
+from lightning_dpx.commands.output import flush, flushed_help, lost_output
 from lightning_dpx.commands.progress import done
 from lightning_dpx.commands.usage import DOES_NOT_FIT, ERROR, UnreadableArguments, reading_arguments, warnings_in_words
 from lightning_dpx.errors import DPXError, UnsupportedError
@@ -53,15 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         imports_are_done()
         # `dpx fit` and the others that take more hand the rest to a LightningCLI.
-        with reading_arguments():
+        with flushed_help(), reading_arguments():
             args, others = parser.parse_known_args(given)
             if others and not args.takes_more:
                 parser.error(f"unrecognized arguments: {' '.join(others)}")
         with warnings_in_words():
             status = int(args.run(args, others))
-        # Here and not when Python ends, where an error of it would have no handler. A shell may have closed it: `>&-`.
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        flush()
         return status
     except OSError:
         problem = lost_output()

@@ -45,6 +45,23 @@ def written(option: str, path: Path) -> Iterator[None]:
         ) from error
 
 
+def flush() -> None:
+    """Writes what was printed: where that fails when Python ends, nothing handles the error."""
+    # A shell may have closed it: `>&-`.
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+@contextmanager
+def flushed_help() -> Iterator[None]:
+    """A parser that ends the program in here has printed a help text, which is written by then."""
+    try:
+        yield
+    except SystemExit:
+        flush()
+        raise
+
+
 def lost_output() -> OSError | None:
     """Why standard output cannot be written, such as that its reader has ended; ``None`` where it can, or is closed."""
     # Python writes nothing then, and fails at nothing.
