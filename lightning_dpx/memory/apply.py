@@ -291,7 +291,7 @@ def _check_units(module: nn.Module, plan: MemoryPlan) -> None:
 
 
 def remove_plan(module: nn.Module) -> None:
-    """Takes the plan off ``module``: everything is kept again.
+    """Takes the plan off ``module``: everything is kept again, from the next forward on where it is called within one.
 
     Args:
         module: What :func:`apply_plan` was given.

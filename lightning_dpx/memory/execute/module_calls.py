@@ -124,6 +124,11 @@ class CallNames:
             self._handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._handles.append(part.register_forward_hook(enter.leave, always_call=True))
 
+    @property
+    def are_on(self) -> bool:
+        """Whether any hooks are on."""
+        return bool(self._handles)
+
     def begin(self) -> None:
         """A new step of this thread."""
         self._local.running = running = _Running()

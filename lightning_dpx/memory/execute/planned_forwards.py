@@ -42,6 +42,7 @@ class PlannedForwards:
     ) -> None:
         self._context = context
         self._when_over = when_over
+        self._is_removed = False
         # The root's own hooks: first of all, so that what other hooks save follows the plan as
         # well, and also where forward raises, so that no thread is left inside.
         root = _RootHooks(self, told)
@@ -66,16 +67,26 @@ class PlannedForwards:
         """A forward is over."""
         running = _running_here()
         # A hook that comes before ours has failed: torch calls this one all the same, of a forward that never began.
-        if all(forward.forwards is not self for forward in running):
+        if not self._run_here():
             return
         # Those of other plans in it that Ctrl-C has ended, where this one has caught that.
         while running[-1].forwards is not self:
             _take_off(running.pop())
         running.pop().context.__exit__(None, None, None)
         self._when_over(output)
+        if self._is_removed:
+            self.remove()
+
+    def _run_here(self) -> bool:
+        """Whether any of them runs in this thread."""
+        return any(forward.forwards is self for forward in _running_here())
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off; where a forward runs in this thread, when that is over."""
+        # Nothing else would take off what it runs in, and all that follows would be saved by that.
+        self._is_removed = self._run_here()
+        if self._is_removed:
+            return
         for handle in self._handles:
             handle.remove()
 

@@ -231,7 +231,9 @@ class Practised(Rematerialization):
             with self._guard:
                 self._running -= 1
                 self._patience.end(changed=forward.changed, grew=forward.grew)
-                if self._only_looks and not (self.is_routine or self._running or self._patience.is_left):
+                is_needed = self.is_routine or self._running or self._patience.is_left
+                # Those that :meth:`remove` has taken off meanwhile stay off.
+                if self._only_looks and self.names.are_on and not is_needed:
                     self._follow(self._learnt)
 
     def _begun(self, pack: Pack, wrap: Callable[[Pack], Pack]) -> FollowedForward | RoutineForward:

@@ -234,3 +234,31 @@ def test_a_block_that_follows_the_plan_does_so_after_an_interrupted_forward() ->
     interrupt(module, x)
     assert peak_of_passing(step) == expected
     assert top_saved_tensors_hooks(True) is None
+
+
+def hooks_on(module: nn.Module) -> int:
+    return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in module.modules())
+
+
+@pytest.mark.parametrize("action", ["recompute", "replay"])
+def test_a_plan_that_is_taken_off_within_a_forward_leaves_nothing(action: str) -> None:
+    module, x = blocks()
+    plain = copy.deepcopy(module)
+    dpx.apply_plan(module, plan_of(module, x, action))
+    remover = module[3].register_forward_pre_hook(lambda *_: dpx.remove_plan(module))
+    y = module(x)
+    remover.remove()
+    assert top_saved_tensors_hooks(True) is None
+    assert hooks_on(module) == 0
+    gradients = torch.autograd.grad(y.sum(), list(module.parameters()))
+    assert all(map(torch.equal, gradients, torch.autograd.grad(plain(x).sum(), list(plain.parameters()))))
+
+
+def test_a_plan_that_keeps_everything_leaves_no_hooks_where_it_is_taken_off_within_a_block() -> None:
+    module, x = blocks()
+    applied = dpx.apply_plan(module, dpx.search_plan(module, x, budget="1GiB"))
+    with applied.active((x,)):
+        y = module[:3](x)
+        dpx.remove_plan(module)
+        module[3:](y)
+    assert hooks_on(module) == 0
