@@ -197,14 +197,16 @@ def parse_devices(devices: Any) -> tuple[torch.device, ...]:
             f"devices={devices!r} means all that a machine has, and the devices need not be here; give --devices a "
             "number, or names: cuda:0,cuda:1."
         )
+    parts: Sequence[Any]
     try:
         if isinstance(devices, list):
             parts = devices
         elif isinstance(devices, str) and not devices.isdigit():
             parts = [part.strip() for part in devices.split(",")]
         else:
-            # As a Trainer takes it: a number is how many, a list names which.
-            parts = list(range(int(devices)))
+            # As a Trainer takes it: a number is how many, a list names which. No list of them is made, which would
+            # fill the memory before torch refuses the first that it cannot count to.
+            parts = range(int(devices))
         found = tuple(_device(str(part)) for part in parts)
     # torch.device raises a RuntimeError for a type that it does not know.
     except (TypeError, ValueError, RuntimeError):

@@ -18,7 +18,7 @@ def test_devices_as_lightning_takes_them() -> None:
 def test_what_is_no_list_of_devices() -> None:
     with pytest.raises(ConfigurationError, match="means all that a machine has"):
         parse_devices("auto")
-    for other in ("gpu:x", "meta", "cuda:256", "cuda:2560", "129", "100000"):
+    for other in ("gpu:x", "meta", "cuda:256", "cuda:2560", "129", "100000", "9" * 30):
         with pytest.raises(ConfigurationError, match=f"--devices '{other}' is not allowed; give a number up to 128"):
             parse_devices(other)
     assert len(parse_devices("128")) == 128
