@@ -74,8 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ERROR
     except SystemExit as end:
         # A Trainer catches Ctrl-C itself, and ends the program with the status of an error.
-        if _is_of_an_interrupt(end):
+        if _is_because_of(end, KeyboardInterrupt):
             return _interrupted()
+        # Rich, which prints summaries, catches this itself, and has nothing written any more.
+        if _is_because_of(end, BrokenPipeError):
+            return _NO_READER
         # Of the user's own code: of these commands this status says "does not fit".
         if end.code == DOES_NOT_FIT and given[:1] in _OWN_OPTIONS:
             return ERROR
@@ -120,11 +123,11 @@ def _interrupted() -> int:
     return _INTERRUPTED
 
 
-def _is_of_an_interrupt(end: BaseException) -> bool:
-    """Whether a program is ended because of Ctrl-C, perhaps by way of other errors."""
+def _is_because_of(end: BaseException, kind: type[BaseException]) -> bool:
+    """Whether a program is ended because of Ctrl-C or an error of this ``kind``, perhaps by way of other errors."""
     cause: BaseException | None = end
     while cause is not None:
-        if isinstance(cause, KeyboardInterrupt):
+        if isinstance(cause, kind):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

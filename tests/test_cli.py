@@ -54,6 +54,18 @@ def test_a_reader_that_ends_ends_the_command_without_a_word(arguments: list[str]
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_reader_that_ends_ends_training_with_the_same_status() -> None:
+    pytest.importorskip("rich")  # prints the summary of the model, and ends the program by itself
+    config = ["--model", "lightning.pytorch.demos.boring_classes.BoringModel", "--trainer.fast_dev_run", "true"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "lightning_dpx", "fit", *config, "--trainer.accelerator", "cpu"]
+    with os.fdopen(writes, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no file that is always full")
 def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
     command = [sys.executable, "-m", "lightning_dpx", "doctor"]
