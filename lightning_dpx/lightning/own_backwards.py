@@ -2,7 +2,8 @@
 
 What it leaves in ``.grad`` is of a slice, and weighs nothing: on one device it is zeroed before Lightning's backward,
 or added to the gradients of an accumulation window. So such a step has its batches whole. Gradients of inputs, which
-reach no parameter, are each slice's own, and stay.
+reach no parameter, are each slice's own, and stay; so do those of a step that seeks directions for its inputs and then
+drops what parameters have got (``zero_grad()``), as is seen when it ends.
 
 ``loss.backward()`` ends in ``torch.autograd.backward``, which asks here while steps run on slices.
 """
@@ -22,7 +23,7 @@ ADVICE = "For all devices to take part, add that loss to the one that the step r
 
 
 class OwnBackwardError(StaysWhole):
-    """A step has begun a backward on a slice, which has written nothing yet: it is to run on the whole batch."""
+    """A step runs a backward on a slice, which has left no gradient: it is to run on the whole batch."""
 
     def __init__(self) -> None:
         super().__init__(REASON, ADVICE)
@@ -33,14 +34,35 @@ class BackwardWatch:
 
     Args:
         refuses: Whether such a backward ends the step.
-
-    Attributes:
-        seen: Whether there was one.
     """
 
     def __init__(self, *, refuses: bool) -> None:
         self._refuses = refuses
-        self.seen = False
+        self._reached: dict[int, torch.Tensor] = {}
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was one."""
+        return bool(self._reached)
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether any of the parameters that such backwards have reached has a gradient now."""
+        # Some set it to zero in place of None.
+        left = [parameter.grad for parameter in self._reached.values() if parameter.grad is not None]
+        return any(bool(gradient.any()) for gradient in left)
+
+    def refuse_gradients(self) -> None:
+        """The step ends, and must have dropped what its backwards gave to parameters.
+
+        Raises:
+            OwnBackwardError: it has not; there are no such gradients any more.
+        """
+        if not self.leaves_gradients:
+            return
+        for parameter in self._reached.values():
+            parameter.grad = None
+        raise OwnBackwardError
 
     def follow(self, roots: Iterable[Any], inputs: Any, parameters: Iterable[nn.Parameter]) -> None:
         """A backward begins.
@@ -56,10 +78,16 @@ class BackwardWatch:
         # By id: to compare parameters is to compare their numbers.
         trained = set(map(id, parameters))
         leaves = _leaves_of(roots) if inputs is None else _as_tuple(inputs)
-        if any(id(leaf) in trained for leaf in leaves):
-            self.seen = True
-            if self._refuses:
-                raise OwnBackwardError
+        for leaf in leaves:
+            if id(leaf) in trained:
+                self._reached[id(leaf)] = leaf
+        if self._reached and self._refuses:
+            raise OwnBackwardError
+
+
+def may_drop_gradients(trainer: Any) -> bool:
+    """Whether slices may run backwards whose gradients they drop: none of an earlier batch is lost with these."""
+    return bool(trainer.accumulate_grad_batches == 1)
 
 
 # The step that the calling code belongs to, and the parameters of its module.

@@ -14,7 +14,7 @@ from lightning_dpx.lightning.first_writes import follow_first_writes
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
 from lightning_dpx.lightning.logging import StepLog, replay
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
-from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, RUNNING, BackwardWatch
+from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, RUNNING, BackwardWatch, may_drop_gradients
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from lightning_dpx.lightning.step_beginning import StepBeginning
@@ -41,7 +41,7 @@ class ReplicaCall:
 
     __slots__ = (
         "_args",
-        "_backwards",
+        "_backwards_refused",
         "_changes_settings_once",
         "_checks_loss",
         "_draws",
@@ -82,7 +82,7 @@ class ReplicaCall:
         self._changes_settings_once = False
         self._draws: BatchDraws | None = None
         self._stops: list[int] | None = None  # replicas that have said that the run shall end
-        self._backwards: BackwardWatch | None = None
+        self._backwards_refused: bool | None = None  # None where nothing looks at them
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
@@ -99,11 +99,15 @@ class ReplicaCall:
         with recording, context:
             batch = session.batches.to_replica(batch_slice, self._transfer)
             # As step_of() does, which is three more calls for every slice.
-            running = RUNNING.set(None if self._backwards is None else (self._backwards, module))
+            refused = self._backwards_refused
+            watch = None if refused is None else BackwardWatch(refuses=refused)
+            running = RUNNING.set(None if watch is None else (watch, module))
             try:
                 output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
             finally:
                 RUNNING.reset(running)
+        if watch is not None:
+            watch.refuse_gradients()
         session.batches.writes.let_go(batch_slice, others_follow=self._others_follow)
         if self._stops is not None and self._trainer.should_stop:
             # All replicas have one Trainer: taken back at once, the answer of the next slice
@@ -151,7 +155,7 @@ class ReplicaCall:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
                     # A clone of a shared metric is where that is, and fails on the rows of another device.
                     try:
-                        with self._backwards_asked(slices):
+                        with self._backwards_asked(slices, rules):
                             yield
                     except Exception as error:
                         _blame_metrics(session, self._name, slices, error)
@@ -192,13 +196,13 @@ class ReplicaCall:
             advice = "Give the metric one row per sample, padded to one size."
             session.whole_batches.give_whole(self._name, reason, advice)
 
-    def _backwards_asked(self, slices: Sequence[BatchSlice]) -> AbstractContextManager[Any]:
+    def _backwards_asked(self, slices: Sequence[BatchSlice], rules: MergeRules) -> AbstractContextManager[Any]:
         """A backward that a step with automatic optimization runs itself has the step run on the whole batch."""
         session = self._session
         # By hand replicas meet in their backwards; and what cannot run again goes on.
         if self._name != "training_step" or len(slices) == 1 or not session.can_repeat(self._name):
             return _NOTHING
-        self._backwards = BackwardWatch(refuses=True)
+        self._backwards_refused = not (rules.drops_gradients and may_drop_gradients(self._trainer))
         return BACKWARDS_ASK
 
     @contextmanager

@@ -41,6 +41,21 @@ class OfInputs(Classifier):
         return F.cross_entropy(moved, batch[1])
 
 
+class DropsGradients(Classifier):
+    """As above, by a plain backward, after which ``drop`` takes away what parameters have got; not so in one batch."""
+
+    drop = "zero_grad"
+    keeps_at = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0].clone().requires_grad_()
+        F.cross_entropy(self.net(rows), batch[1]).backward()
+        moved = (rows + 0.1 * rows.grad.sign()).detach()
+        if self.global_step != self.keeps_at:
+            (self if self.drop == "zero_grad" else self.optimizers()).zero_grad()
+        return F.cross_entropy(self.net(moved), batch[1])
+
+
 def weights_of(model: Classifier, accumulate: int, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     make_trainer(accumulate_grad_batches=accumulate, **options).fit(model, make_loader(), make_loader())
@@ -77,6 +92,34 @@ def test_gradients_of_inputs_are_those_of_each_slice(way: str, recwarn: pytest.W
     assert not any("whole" in str(warning.message) for warning in recwarn)
 
 
+def dropping(*, drop: str, keeps_at: int = -1) -> DropsGradients:
+    torch.manual_seed(0)
+    model = DropsGradients()
+    model.drop = drop
+    model.keeps_at = keeps_at
+    return model
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_backwards_whose_gradients_a_step_drops_run_on_slices(way: str, recwarn: pytest.WarningsRecorder) -> None:
+    expected = weights_of(dropping(drop="zero_grad"), 1, devices=1, accelerator="cpu")
+    assert_equal(weights_of(dropping(drop="zero_grad"), 1, **WAYS[way]), expected)
+    assert not any("whole" in str(warning.message) for warning in recwarn)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(
+    ("drop", "keeps_at", "accumulate"), [("zero_grad", 5, 1), ("zero_grad", -1, 2), ("optimizers", -1, 1)]
+)
+def test_backwards_whose_gradients_stay_in_a_slice_are_those_of_the_whole_batch(
+    way: str, drop: str, keeps_at: int, accumulate: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    expected = weights_of(dropping(drop=drop, keeps_at=keeps_at), accumulate, devices=1, accelerator="cpu")
+    assert_equal(weights_of(dropping(drop=drop, keeps_at=keeps_at), accumulate, **WAYS[way]), expected)
+    assert any(OWN in str(warning.message) for warning in recwarn)
+    assert not any("is not what it is" in str(warning.message) for warning in recwarn)
+
+
 def test_only_backwards_that_come_to_a_parameter_are_seen() -> None:
     layer = torch.nn.Linear(2, 1)
     rows = torch.ones(3, 2, requires_grad=True)
@@ -91,4 +134,14 @@ def test_only_backwards_that_come_to_a_parameter_are_seen() -> None:
     refusing = BackwardWatch(refuses=True)
     with BACKWARDS_ASK, step_of(refusing, layer), pytest.raises(OwnBackwardError, match="runs a backward itself"):
         layer(rows).sum().backward()
+    assert layer.weight.grad is None
+    dropping_watch = BackwardWatch(refuses=False)
+    with BACKWARDS_ASK, step_of(dropping_watch, layer):
+        layer(rows).sum().backward()
+    assert dropping_watch.leaves_gradients
+    layer.zero_grad(set_to_none=False)
+    dropping_watch.refuse_gradients()
+    layer.weight.grad.fill_(1.0)
+    with pytest.raises(OwnBackwardError):
+        dropping_watch.refuse_gradients()
     assert layer.weight.grad is None

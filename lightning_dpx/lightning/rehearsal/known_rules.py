@@ -124,6 +124,7 @@ class KnownRules:
             draws_once=judge.draws_once,
             draws=before.draws or judge.draws,
             writes_batch=before.writes_batch or judge.writes_batch,
+            drops_gradients=before.drops_gradients or judge.drops_gradients,
             written_buffers=before.written_buffers | judge.written_buffers,
         )
         return self._rules[key]

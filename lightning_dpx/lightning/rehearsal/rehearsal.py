@@ -19,7 +19,7 @@ import torch
 
 from lightning_dpx.devices import free_garbage
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
-from lightning_dpx.lightning.own_backwards import ADVICE, REASON
+from lightning_dpx.lightning.own_backwards import ADVICE, REASON, OwnBackwardError
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
@@ -419,6 +419,10 @@ class Rehearsal:
         except WholeBatchError as error:
             traceback.clear_frames(error.__traceback__)
             raise SlicesFail(error.reason, error.advice) from None
+        # It drops the gradients of the first replica alone, as by self.optimizers().zero_grad().
+        except OwnBackwardError as error:
+            traceback.clear_frames(error.__traceback__)
+            raise SlicesFail(REASON, ADVICE) from None
         # A collective of the step needs one shape on all ranks, and slices
         # here are unequal on purpose.
         except UnequalShapesError as error:

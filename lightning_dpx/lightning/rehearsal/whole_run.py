@@ -15,7 +15,12 @@ from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites
 from lightning_dpx.lightning.logging import StepLog, path_of
 from lightning_dpx.lightning.metrics.made_metrics import MadeMetrics, why_whole
 from lightning_dpx.lightning.metrics.metrics import recorded_calls
-from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, BackwardWatch, step_of
+from lightning_dpx.lightning.own_backwards import (
+    BACKWARDS_ASK,
+    BackwardWatch,
+    may_drop_gradients,
+    step_of,
+)
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
     Observation,
     attributes_of,
@@ -307,7 +312,10 @@ class _StepsOnShadow:
             with BACKWARDS_ASK, step_of(backwards, shadow):
                 output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
         # By hand that is what a step is for.
-        self.seen.runs_backward |= backwards.seen and step.trains and not step.by_hand
+        if backwards.seen and step.trains and not step.by_hand:
+            drops = may_drop_gradients(shadow.trainer) and not backwards.leaves_gradients
+            self.seen.drops_gradients |= drops
+            self.seen.runs_backward |= not drops
         writes.let_go(batch_slice, others_follow=False)
         return output
 

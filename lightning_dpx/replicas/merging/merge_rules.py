@@ -35,6 +35,7 @@ class MergeRules:
         draws_once: From where steps draw as often for a batch as for a slice, so that all slices shall draw the same.
         draws: Whether rehearsals have seen steps draw from a generator of the host at all.
         writes_batch: Whether rehearsals have seen steps write their batch.
+        drops_gradients: Whether rehearsals have seen steps run backwards themselves, and drop the gradients.
         written_buffers: Names of the buffers that steps are known to write.
     """
 
@@ -49,6 +50,7 @@ class MergeRules:
     draws_once: set[Source] = field(default_factory=set)
     draws: bool = False
     writes_batch: bool = False
+    drops_gradients: bool = False
     written_buffers: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -36,7 +36,9 @@ class JudgingRules(MergeRules):
         loss_reduction: str,
         unstable: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(loss_reduction=loss_reduction, writes_batch=whole.writes_batch)
+        super().__init__(
+            loss_reduction=loss_reduction, writes_batch=whole.writes_batch, drops_gradients=whole.drops_gradients
+        )
         self.written_buffers = frozenset(_written(whole))
         self._whole = whole
         self._tolerance = tolerance

@@ -76,7 +76,8 @@ class Observation:
         logger_calls: Methods of loggers that the step has called itself.
         set_on_parameters: Attributes of parameters that the step or its backward has set, on one device.
         trained_tensors: Names of attributes and buffers that have got a gradient, on one device.
-        runs_backward: Whether the step has run a backward to parameters itself, on one device.
+        runs_backward: Whether the step has run a backward to parameters itself, on one device, and left gradients.
+        drops_gradients: Whether it has run one, and left none.
         writes_batch: Whether it has written what the loader gave, on one device.
     """
 
@@ -100,6 +101,7 @@ class Observation:
     logger_calls: list[str] = field(default_factory=list)
     trained_tensors: set[str] = field(default_factory=set)
     runs_backward: bool = False
+    drops_gradients: bool = False
     writes_batch: bool = False
 
 
