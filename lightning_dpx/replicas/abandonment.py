@@ -76,6 +76,10 @@ class RunningTask:
                         pass
                 except StepAbandoned:
                     return
+                except BaseException:
+                    # Ctrl-C came before it, and it is not to be raised later.
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, None)
+                    raise
 
     @property
     def goes_on(self) -> bool:
