@@ -162,14 +162,10 @@ class Ranks:
             return bool(votes_of_all == self.num_processes)
         return bool(votes_of_all)
 
-    def watched_for_meetings(self) -> Callable[[], bool]:
-        """Tells, when it is called, whether other processes have been met since."""
-        before = self._num_meetings
-
-        def has_met() -> bool:
-            return self._num_meetings > before
-
-        return has_met
+    @property
+    def num_meetings(self) -> int:
+        """How often other processes have been met until now."""
+        return self._num_meetings
 
     @contextmanager
     def alone(self, why: str) -> Iterator[None]:

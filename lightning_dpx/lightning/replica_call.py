@@ -41,10 +41,11 @@ class ReplicaCall:
 
     __slots__ = (
         "_args",
-        "_backwards_refused",
+        "_backwards",
         "_changes_settings_once",
         "_checks_loss",
         "_draws",
+        "_drops_backwards",
         "_key",
         "_kwargs",
         "_logs",
@@ -82,7 +83,8 @@ class ReplicaCall:
         self._changes_settings_once = False
         self._draws: BatchDraws | None = None
         self._stops: list[int] | None = None  # replicas that have said that the run shall end
-        self._backwards_refused: bool | None = None  # None where nothing looks at them
+        self._backwards: BackwardWatch | None = None  # of all slices, where none may run one
+        self._drops_backwards = False  # whether slices may run some whose gradients they drop
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the replica's own step returns for its slice."""
@@ -99,14 +101,13 @@ class ReplicaCall:
         with recording, context:
             batch = session.batches.to_replica(batch_slice, self._transfer)
             # As step_of() does, which is three more calls for every slice.
-            refused = self._backwards_refused
-            watch = None if refused is None else BackwardWatch(refuses=refused)
+            watch = BackwardWatch(refuses=False) if self._drops_backwards else self._backwards
             running = RUNNING.set(None if watch is None else (watch, module))
             try:
                 output = getattr(module, self._name)(batch, *self._args, **self._kwargs)
             finally:
                 RUNNING.reset(running)
-        if watch is not None:
+        if watch is not None and self._drops_backwards:
             watch.refuse_gradients()
         session.batches.writes.let_go(batch_slice, others_follow=self._others_follow)
         if self._stops is not None and self._trainer.should_stop:
@@ -202,7 +203,8 @@ class ReplicaCall:
         # By hand replicas meet in their backwards; and what cannot run again goes on.
         if self._name != "training_step" or len(slices) == 1 or not session.can_repeat(self._name):
             return _NOTHING
-        self._backwards_refused = not (rules.drops_gradients and may_drop_gradients(self._trainer))
+        self._drops_backwards = rules.drops_gradients and may_drop_gradients(self._trainer)
+        self._backwards = BackwardWatch(refuses=True)
         return BACKWARDS_ASK
 
     @contextmanager

@@ -288,7 +288,7 @@ def test_options_of_the_command_line_win_over_the_config(tmp_path: Path, capsys:
         (["--budget", "lots"], "--budget='lots' is not allowed"),
         (["--budget", "0.6"], "--budget='0.6' is not allowed; give positive bytes, such as 8GiB, or a share"),
         (["--budget", "0%"], "--budget='0%' is not allowed; give more than 0% and at most 100%"),
-        (["--devices", "gpus"], "--devices 'gpus' is not allowed; give a number, or names"),
+        (["--devices", "gpus"], "--devices 'gpus' is not allowed; give a number up to 128, or names"),
         (["--devices", "0"], "--devices '0' is not allowed"),
         (["--report", "report.doc"], "--report report.doc is not allowed; name an .html, .png, .svg or .pdf file"),
         (

@@ -59,7 +59,8 @@ def test_what_the_command_line_does_not_say_stays() -> None:
     ("devices", "said"),
     [
         ("cuda:0,cpu", "a Trainer has devices of one type"),
-        ("cuda:0,cuda:0", "a Trainer takes each device once"),
+        ("cuda:0,cuda:0", "it names cuda:0 twice"),
+        ("sim:0,sim:0", "a Trainer takes each device once"),
         ("cuda:98,cuda:99", "cuda:98 and cuda:99 cannot be found here; leave it out, or name devices of this machine"),
     ],
 )

@@ -33,7 +33,8 @@ class OutOfMemory:
         self.repeats_steps: bool = on_oom == "replan"
         self._states: GeneratorStates | None = None
         self._left = 0
-        self._has_met: Callable[[], bool] = lambda: False
+        self._ranks: Ranks | None = None
+        self._num_meetings = 0  # before the step
 
     def begin_step(self, replicas: ReplicaSet, ranks: Ranks) -> None:
         """Remembers the random generators, and whom replicas have met, for a repetition of the step that begins."""
@@ -42,7 +43,8 @@ class OutOfMemory:
         if self.repeats_steps:
             self._states = GeneratorStates(replicas.devices, generators=replicas.traits.draws.generators)
             self._left = MOST_REPEATS
-            self._has_met = ranks.watched_for_meetings()
+            self._ranks = ranks
+            self._num_meetings = ranks.num_meetings
 
     def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
         """What ``run`` returns, or one of the repetitions of the step.
@@ -68,7 +70,7 @@ class OutOfMemory:
                 states = self._states
                 if states is None or repeat is None or self._left == 0:  # without states no step is repeated at all
                     raise
-                if self._has_met():
+                if self._ranks is not None and self._ranks.num_meetings > self._num_meetings:
                     error.add_note(MEETS_OTHERS)
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit

@@ -1,8 +1,7 @@
 """A training step of one replica, profiled on a shadow module before it happens."""
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,21 +122,19 @@ class _SliceProfiler:
         trainer = trainer_of(self.batch_slice.replica.module)
         ranks = getattr(getattr(trainer, "strategy", None), "ranks", None)
         # `dpx plan` looks at a step with a strategy of one device, and there are no other processes.
-        if ranks is None:
-            return self._profiled(lambda: False, nullcontext())
-        return self._profiled(ranks.watched_for_meetings(), ranks.alone(_MEETS_OTHERS))
-
-    def _profiled(self, has_met: Callable[[], bool], alone: AbstractContextManager[None]) -> Profile:
+        num_meetings = 0 if ranks is None else ranks.num_meetings
         try:
             return self._on_rows(self.batch_slice.batch, self.batch_slice.num_rows, self.is_worth)
         # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         free_garbage()  # a shadow module and its gradients are in reference cycles
+        if ranks is None:
+            return self._from_fewer_rows()
         # All processes try a step at the same time, and those whose rows fit try no other.
-        if has_met():
+        if ranks.num_meetings > num_meetings:
             raise DoesNotFitError(_MEETS_OTHERS)
-        with alone:
+        with ranks.alone(_MEETS_OTHERS):
             return self._from_fewer_rows()
 
     def _on_rows(self, batch: Any, rows: int, is_worth: IsWorth | None = None) -> Profile:
