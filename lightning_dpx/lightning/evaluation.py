@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.lightning.run_again import RunAgain, StaysWhole
-from lightning_dpx.lightning.whole_batches import ADVICE
+from lightning_dpx.lightning.run_again import RunAgain, on_whole_batch
 from lightning_dpx.replicas import BatchSlice, weights_of
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class EvaluationFlow:
                 outputs = self.forward(name, slices, args, kwargs)
             except GatherError as error:
                 session.replicas.state.buffers.restore()
-                again = self._again(name, error)
+                again = on_whole_batch(session, name, error)
                 if again is None:
                     raise
             # Not while it is handled, or an error of the whole batch would be told as one that came of it.
@@ -66,12 +65,6 @@ class EvaluationFlow:
                 return again.run_again(session, name, partial(self.run, name, args, kwargs))
         session.batches.end_step(name, args)
         return outputs
-
-    def _again(self, name: str, error: GatherError) -> RunAgain | None:
-        """How a step that failed on slices runs again; ``None`` where it does not."""
-        if isinstance(error, RunAgain):
-            return error.let_go()
-        return StaysWhole(f"{error}", ADVICE) if self._session.can_repeat(name) else None
 
     def forward(self, name: str, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Every replica's own step on its slice, and their results as one."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from lightning_dpx.errors import GatherError
+from lightning_dpx.lightning.whole_batches import ADVICE
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -66,3 +67,17 @@ class StaysWhole(RunAgain):
         # Announced first, so that an error of the whole batch comes after the reason why it ran.
         session.whole_batches.give_whole(name, self._reason, self._advice)
         return run()
+
+
+def on_whole_batch(session: "Session", name: str, error: GatherError) -> RunAgain | None:
+    """How a step whose slices have ended with ``error`` runs again; ``None`` where it does not.
+
+    Args:
+        session: Of the step.
+        name: Of the step.
+        error: What was raised; what slices have computed is gone by then.
+    """
+    if isinstance(error, RunAgain):
+        return error.let_go()
+    # Results that do not fit together are those of slices: the whole batch has one.
+    return StaysWhole(f"{error}", ADVICE) if session.can_repeat(name) else None

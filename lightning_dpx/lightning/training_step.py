@@ -25,7 +25,7 @@ from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import skips_backward
 from lightning_dpx.lightning.manual.manual import ManualOptimization
 from lightning_dpx.lightning.replica_call import ReplicaCall
-from lightning_dpx.lightning.run_again import RunAgain, StaysWhole
+from lightning_dpx.lightning.run_again import RunAgain, StaysWhole, on_whole_batch
 from lightning_dpx.lightning.whole_batches import ADVICE
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.replicas.shared_iterators import put_iterators_back
@@ -263,21 +263,20 @@ class TrainingFlow:
 
     def _again(self, error: BaseException) -> RunAgain | None:
         """How a step that failed on slices runs again; ``None`` where it does not."""
-        if isinstance(error, RunAgain):
-            return error.let_go()
-        if isinstance(error, WholeBatchError):
-            # What slices cannot do by hand shows when they do it. Of the first such step there
-            # is a snapshot; later ones cannot be undone.
-            if self.manual is not None and self.manual.undo_first_step():
-                return StaysWhole(error.reason, error.advice)
-        elif isinstance(error, CollectiveError):
-            if error.is_disagreement and self.manual is not None and self.manual.begin_anew():
-                return StaysWhole(
-                    "Its slices do not agree on what to do, as by a branch on a loss.",
-                    "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
-                )
-        elif isinstance(error, GatherError) and self._session.can_repeat(NAME):
-            return StaysWhole(f"{error}", ADVICE)
+        if isinstance(error, GatherError):
+            return on_whole_batch(self._session, NAME, error)
+        manual = self.manual
+        if manual is None:
+            return None
+        # What slices cannot do by hand shows when they do it. Of the first such step there
+        # is a snapshot; later ones cannot be undone.
+        if isinstance(error, WholeBatchError) and manual.undo_first_step():
+            return StaysWhole(error.reason, error.advice)
+        if isinstance(error, CollectiveError) and error.is_disagreement and manual.begin_anew():
+            return StaysWhole(
+                "Its slices do not agree on what to do, as by a branch on a loss.",
+                "For all devices to take part, decide by a value of the whole batch (self.all_gather).",
+            )
         return None
 
     def _discard(self, error: BaseException) -> None:

@@ -1,20 +1,10 @@
 """What torch keeps for each thread is that of the caller wherever a task runs."""
 
-import pytest
 import torch
 
 from lightning_dpx.replicas.executor import Task
-from lightning_dpx.replicas.inline_executor import InlineExecutor
-from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=["inline", "threads"])
-def executor(request):
-    made = InlineExecutor() if request.param == "inline" else ThreadedExecutor(range(3), 1)
-    yield made
-    made.close()
 
 
 def test_the_callers_context_reaches_the_workers(executor) -> None:

@@ -12,13 +12,6 @@ from lightning_dpx.replicas.threaded_executor import ThreadedExecutor
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["inline", "threads"])
-def executor(request):
-    made = InlineExecutor() if request.param == "inline" else ThreadedExecutor(range(3), 1)
-    yield made
-    made.close()
-
-
 def tasks(*calls):
     return [Task(index, CPU, "forward", call) for index, call in enumerate(calls)]
 

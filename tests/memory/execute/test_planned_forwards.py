@@ -123,15 +123,17 @@ def test_a_forward_within_a_forward_is_no_interrupted_one() -> None:
     assert all(map(torch.equal, train(outer, x), train(plain, x)))
 
 
-class CatchesInterrupts(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
+class Catches(nn.Module):
+    """Goes on after an error of this ``kind`` in a part of it."""
+
+    def __init__(self, net: nn.Module, kind: type[BaseException]) -> None:
         super().__init__()
-        self.net, self.more = net, Block()
+        self.net, self.more, self.kind = net, Block(), kind
 
     def forward(self, x: Tensor) -> Tensor:
         try:
             x = self.net(x)
-        except KeyboardInterrupt:
+        except self.kind:
             assert top_saved_tensors_hooks(True) is not None
         return self.more(x)
 
@@ -152,7 +154,7 @@ def test_of_planned_modules_in_each_other_an_interrupted_forward_leaves_nothing(
 @pytest.mark.parametrize("action", ["recompute", "replay"])
 def test_a_planned_forward_may_go_on_after_one_within_it_that_was_interrupted(action: str) -> None:
     module, x = blocks()
-    outer = CatchesInterrupts(module)
+    outer = Catches(module, KeyboardInterrupt)
     plan = dpx.search_plan(outer, x, budget=0.9)
     dpx.apply_plan(module, plan_of(module, x, action))
     dpx.apply_plan(outer, plan)
@@ -178,26 +180,13 @@ def test_what_is_left_goes_with_the_next_planned_forward_also_where_another_thre
     assert top_saved_tensors_hooks(True) is None
 
 
-class CatchesErrors(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net, self.more = net, Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            x = self.net(x)
-        except ValueError:
-            assert top_saved_tensors_hooks(True) is not None
-        return self.more(x)
-
-
 def refuse(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
     raise ValueError("these rows are not allowed")
 
 
 def test_a_forward_that_a_hook_before_those_of_the_plan_refuses_ends_no_forward_around_it() -> None:
     module, x = blocks()
-    outer = CatchesErrors(module)
+    outer = Catches(module, ValueError)
     plan = dpx.search_plan(outer, x, budget=0.9)
     dpx.apply_plan(module, plan_of(module, x, "recompute"))
     dpx.apply_plan(outer, plan)
