@@ -1,6 +1,9 @@
 """What ``torch.compile`` has compiled in a module, and runs in which it is as if it had not."""
 
+import operator
+import sys
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +16,7 @@ from torch import nn
 
 from lightning_dpx.python_objects.code_map import contents_of, function_in
 from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.reachable import globals_of
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
@@ -20,6 +24,8 @@ from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 _T = TypeVar("_T")
 _MARK = "_torchdynamo_orig_callable"  # on a function that torch.compile returns: what it was given
 _LEFT_ALONE = "_torchdynamo_disable"  # beside it, where torch.compiler.disable has returned the function
+# Of classes of libraries: what each defined when it was last looked through, and what of that may be compiled.
+_SUSPECTS: dict[type, tuple[list[Any], list[tuple[str, Any]]]] = {}
 
 
 def compiled_names(module: nn.Module) -> list[str]:
@@ -90,13 +96,38 @@ def _compiled_methods(module: nn.Module) -> list[tuple[str, Any]]:
 def _compiled_functions(kind: type) -> Iterator[tuple[str, Any]]:
     """Compiled functions that the class ``kind`` defines or calls, with their names."""
     for base in kind.__mro__:
-        for name, value in vars(base).items():
-            function = function_in(value)
+        for name, function in _suspects_of(base):
             # A class that a function defines calls what that function has made.
             held = contents_of(function) if isinstance(function, FunctionType) else []
             yield from ((name, each) for each in [function, *held] if _is_marked(each))
     for namespace, names in globals_of(kind):
         yield from ((name, namespace[name]) for name in names if _is_marked(namespace.get(name)))
+
+
+def _suspects_of(base: type) -> list[tuple[str, Any]]:
+    """What a class itself defines and may be compiled, or be a closure over what is, with its names.
+
+    Classes of libraries have hundreds of methods, of which none is. They are looked through once, and again only where
+    something else has been put on the class.
+    """
+    values = list(vars(base).values())
+    known = _SUSPECTS.get(base)
+    if known is not None and len(known[0]) == len(values) and all(map(operator.is_, known[0], values)):
+        return known[1]
+    named = [(name, function_in(value)) for name, value in list(vars(base).items())]
+    suspects = [(name, value) for name, value in named if not _is_plain_method(value)]
+    # What a class defines leads to the class: one that is not there for good would be kept alive.
+    if is_library(base) and vars(sys.modules.get(base.__module__, types)).get(base.__name__) is base:
+        _SUSPECTS[base] = values, suspects
+    return suspects
+
+
+def _is_plain_method(value: Any) -> bool:
+    """Whether ``value`` is a function without attributes that closes over no more than the class it was defined in.
+
+    What ``torch.compile`` returns has attributes from the beginning, and so has what a decorator has wrapped.
+    """
+    return isinstance(value, FunctionType) and not vars(value) and value.__code__.co_freevars in ((), ("__class__",))
 
 
 def _is_marked(value: Any) -> bool:

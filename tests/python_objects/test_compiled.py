@@ -75,6 +75,15 @@ class CallsWhatIsLeftAlone(Layer):
         return self.shift(plain(self.linear(x)))
 
 
+def test_a_method_of_a_library_is_compiled_from_when_it_is_until_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(4, 4)
+    assert compiled_names(module) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Linear, "forward", torch.compile(nn.Linear.forward, backend="eager"))
+        assert compiled_names(module) == ["forward"]
+    assert compiled_names(module) == []
+
+
 def test_what_the_compiler_is_told_to_leave_alone_is_not_compiled() -> None:
     assert compiled_names(CallsWhatIsLeftAlone()) == []
     assert not is_compiled(CallsWhatIsLeftAlone())
