@@ -11,8 +11,6 @@ over the whole batch works in the same way: it is computed from leaves that hold
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -29,64 +27,16 @@ from lightning_dpx.replicas import (
     MergeRules,
     Replica,
     ReplicaSet,
-    Roots,
     Weights,
     loss_of,
     weighted_mean,
     weights_of,
 )
 from lightning_dpx.replicas.buffer_sync import ChooseBufferRule
+from lightning_dpx.step_backward import AfterAllForwards, AfterSecondPass, Pending, StepBackward, WithEachForward
 from lightning_dpx.torch_compat import tree_map_only
 
 LossReduction = Literal["auto", "mean", "sum"]
-
-
-@dataclass(slots=True, eq=False)  # not frozen: K are made in every step
-class Pending:
-    """A replica's tensors that wait for their gradients, which the first backward leaves in ``leaves``."""
-
-    batch_slice: BatchSlice
-    tensors: list[torch.Tensor]
-    leaves: list[torch.Tensor]
-    weight: float = 1.0
-
-    def catch(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-        """A leaf on ``device`` with the numbers of ``tensor``, which waits for the gradient that the leaf gets."""
-        # It is no part of the loss's graph, so no gradient will come for it.
-        if not tensor.requires_grad:
-            return tensor
-        # A copy: what the user's function does to it in place must not reach the replica's graph.
-        leaf = tensor.detach().to(device, copy=True).requires_grad_()
-        self.tensors.append(tensor)
-        self.leaves.append(leaf)
-        return leaf
-
-    def roots(self, weighted: dict[tuple[int, float], torch.Tensor]) -> Roots:
-        """The tensors that this replica's own backward starts from, and their gradients.
-
-        Args:
-            weighted: Gradients that are known, by the leaf's id and the weight; gets those that are computed.
-        """
-        tensors = []
-        gradients = []
-        for tensor, leaf in zip(self.tensors, self.leaves, strict=True):
-            of_leaf = leaf.grad
-            if of_leaf is None:
-                continue
-            # Slices of equal weight share one product: K of them begin with the same leaf of a merged loss.
-            key = id(leaf), self.weight
-            if key not in weighted:
-                weighted[key] = of_leaf if self.weight == 1 else of_leaf * self.weight
-            gradient = weighted[key].to(tensor.device)
-            tensors.append(tensor)
-            # A loss may have shape () on one replica and (1,) on another; the leaf has one of them.
-            if gradient.shape != tensor.shape:
-                gradient = gradient.view_as(tensor)
-            gradients.append(gradient)
-        return tensors, gradients
-
-
-SecondPass = Callable[[list[Pending]], None]
 
 
 class TrainingStep:
@@ -127,8 +77,8 @@ class TrainingStep:
         self._pending: list[Pending] = []
         self._active: list[Replica] = []
         self._rows_of_active: list[int] = []
-        self._early: EarlyBackward | None = None  # of a step whose micro-batches have run theirs
-        self._second: SecondPass | None = None  # of a step whose micro-batches run again for theirs
+        self._after_all = AfterAllForwards(replicas, self.sums)
+        self._backward: StepBackward = self._after_all  # of the forward that waits for it
         self._unreduced = False  # gradients have come since the last reduction
         self._said_none = False
 
@@ -185,21 +135,17 @@ class TrainingStep:
         device_of = {index: replicas.partition.device_of[index] for index in indices}
         early = EarlyBackward(replicas.primaries, expected, weights)
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
-        travelling: AbstractContextManager[Any] = nullcontext()
-        overlapped = self.sums.overlapped
-        if not early.stash_gradients(zeroed, shown=shown) and last and overlapped is not None:
-            travelling = overlapped.during_backward(sorted(set(device_of.values())), waits_for_last=True)
-            early.begin_last = overlapped.begin_last
-        self._early = early
-        with travelling:
+        travels = not early.stash_gradients(zeroed, shown=shown) and last
+        self._backward = WithEachForward(early, self.sums)
+        with self.sums.travelling(set(device_of.values()) if travels else (), early):
             outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
         # Before Lightning calls zero_grad, which comes between training_step and backward.
         early.take()
         return outputs
 
-    def wait_for_second_pass(self, second: SecondPass) -> None:
+    def wait_for_second_pass(self, second: Callable[[Sequence[Pending]], None]) -> None:
         """The forward that has run kept no graphs: its backward is ``second``, called with what has gradients then."""
-        self._second = second
+        self._backward = AfterSecondPass(second)
 
     def merge(
         self, slices: Sequence[BatchSlice], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None
@@ -348,46 +294,21 @@ class TrainingStep:
         Args:
             last: A :meth:`reduce` follows, so gradients may travel already; otherwise they accumulate.
         """
+        # Both are of one forward: a second backward, or one after an error, finds nothing.
         pending = self._pending
         self._pending = []
-        early = self._early
-        self._early = None
-        second = self._second
-        self._second = None
-        # All three are of one forward: a second backward, or one after an error, finds nothing.
-        gradients: list[torch.Tensor] = []
-        for waiting in pending:
-            gradients += [leaf.grad for leaf in waiting.leaves if leaf.grad is not None]
+        backward = self._backward
+        self._backward = self._after_all
         # The loss was no part of the graph that the caller walked, or there was none.
-        if not gradients:
+        if not any(leaf.grad is not None for waiting in pending for leaf in waiting.leaves):
             return
         self._unreduced = True
         self._replicas.state.buffers.hide()
-        # Micro-batches have walked their graphs in the forward, or will build them once more.
-        if early is not None:
-            self._add_early_gradients(early, pending, gradients[0])
-            return
-        if second is not None:
+        if backward.has_forwards:
             self._collect_buffers()  # of the first pass; the second one leaves them so
-            second(pending)
+            backward.run(pending, last=last)
             return
-        slices = [waiting.batch_slice for waiting in pending]
-        # While gradients accumulate they stay with the replicas, and travel once for all batches.
-        travelling: AbstractContextManager[Any] = nullcontext()
-        if last and self.sums.overlapped is not None:
-            device_of = self._replicas.partition.device_of
-            active = sorted({device_of[batch_slice.replica.index] for batch_slice in slices})
-            travelling = self.sums.overlapped.during_backward(active)
-        with travelling:
-            # By the id of a leaf, which ``pending`` holds as long as this is used.
-            weighted: dict[tuple[int, float], torch.Tensor] = {}
-            roots = [waiting.roots(weighted) for waiting in pending]
-            self._replicas.backward(slices, roots)
-        self._collect_buffers()
-
-    def _add_early_gradients(self, early: EarlyBackward, pending: Sequence[Pending], gradient: torch.Tensor) -> None:
-        """The micro-batches have run their backwards; their gradients are those of a loss with ``gradient`` now."""
-        early.add_gradients(gradient, {waiting.batch_slice.replica.index: waiting.weight for waiting in pending})
+        backward.run(pending, last=last)
         self._collect_buffers()
 
     def end_without_backward(self) -> None:
@@ -464,12 +385,9 @@ class TrainingStep:
     def discard_forward(self) -> None:
         """After an error in forward: forgets it. Gradients of earlier batches stay."""
         self._pending = []
-        self._second = None
-        early = self._early
-        self._early = None
-        if early is not None:
-            early.abandon()
-            self.sums.forget()
+        backward = self._backward
+        self._backward = self._after_all
+        backward.abandon()
         self._replicas.state.buffers.restore()
 
     def keep_earlier_batches(self) -> None:
@@ -479,7 +397,8 @@ class TrainingStep:
 
     def discard(self) -> None:
         """After an error: drops the forward and all gradients, since some replicas have added theirs and others not."""
-        self._early = None
+        # Nor is anything put back of what it had put aside.
+        self._backward = self._after_all
         self._unreduced = False
         self._rows = 0.0
         self.sums.forget()

@@ -23,7 +23,7 @@ from lightning_dpx.torch_compat import run_backward, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
-    from lightning_dpx.step import Pending
+    from lightning_dpx.step_backward import Pending
 
 _NAME = "training_step"
 _ALIKE = 1e-3  # kernels of accelerators may add up in another order; what draws or counts anew differs by far more

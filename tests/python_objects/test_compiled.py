@@ -75,7 +75,7 @@ class CallsWhatIsLeftAlone(Layer):
         return self.shift(plain(self.linear(x)))
 
 
-def test_a_method_of_a_library_is_compiled_from_when_it_is_until_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_of_a_library_is_compiled_until_it_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(4, 4)
     assert compiled_names(module) == []
     with monkeypatch.context() as patched:
