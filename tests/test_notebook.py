@@ -1,6 +1,7 @@
-"""What notebooks show of plans, profiles and tunings."""
+"""What notebooks show of plans, profiles, tunings and monitors."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_dpx as dpx
 from lightning_dpx.memory import profile_step
 from lightning_dpx.notebook import html_table
+from tests.conftest import make_trainer
 
 formatters = pytest.importorskip("IPython.core.formatters")
 
@@ -66,3 +68,15 @@ def test_a_profile_shows_its_largest_values() -> None:
 def test_a_tuning_shows_the_best_batch_size_in_bold() -> None:
     found = dpx.tune(BoringModel(), DataLoader(torch.ones(64, 32), batch_size=4), batch_sizes=[4, 8])
     assert f'bold">{found.best.batch_size}<' in shown_by_notebook(found)
+
+
+@pytest.mark.parametrize("kind", [dpx.DeviceMemoryMonitor, dpx.DeviceThroughputMonitor])
+def test_a_monitor_shows_the_last_measured_step(kind: Any) -> None:
+    monitor = kind(table=False)
+    assert texts(shown_by_notebook(monitor))[0] == "dpx: no step has been measured"
+    make_trainer(callbacks=[monitor], max_steps=2).fit(BoringModel())
+    title, *cells = texts(shown_by_notebook(monitor))
+    assert title.startswith("dpx: ")
+    assert "of the last step" in title
+    assert "device" in cells
+    assert "cpu" in cells

@@ -7,7 +7,7 @@ import torch
 
 from lightning_dpx import shifting
 from lightning_dpx.devices import spare_devices
-from lightning_dpx.errors import ConfigurationError, ReplicationError
+from lightning_dpx.errors import ConfigurationError, ReplicationError, some_of
 from lightning_dpx.lightning.changed_structure import give_trainer
 from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
@@ -78,7 +78,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     # Dynamo is not thread-safe, so compiled code never runs in several threads at once: see
     # _execution_of in replicas/replica_set.py.
     if len(set(replicas.devices)) > 1 and (compiled := compiled_names(module)):
-        session.announce_replicas(f"run one after the other: {', '.join(compiled[:3])} is compiled")
+        session.announce_replicas(f"run one after the other, as there is compiled code: {some_of(compiled)}")
     if not several and not strategy.plans_memory:  # a plan is for slices of one size
         session.threads.consider()
     _announce_reducer(strategy, replicas.devices)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.python_objects.compiled import compiled_names
@@ -45,7 +46,7 @@ class ThreadChoice:
         elif session.end_hook("training_step") is not None:
             reason = "its loss sees the whole batch"
         elif compiled:
-            reason = f"compiled code cannot be watched ({', '.join(compiled[:3])})"
+            reason = f"compiled code cannot be watched ({some_of(compiled)})"
         elif replicas.partition.may_train_apart:
             self.is_open = True
             return

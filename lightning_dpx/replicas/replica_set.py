@@ -19,7 +19,7 @@ from lightning_dpx.devices import (
     seed_apart,
     take_workspaces,
 )
-from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.errors import ConfigurationError, some_of
 from lightning_dpx.python_objects.compiled import compiled_names
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas.abandonment import keep_gradients_out
@@ -456,8 +456,8 @@ def _execution_of(module: nn.Module, asked: Execution) -> Execution:
     compiled = compiled_names(module)
     if asked == "threads" and compiled:
         warnings.warn(
-            f"execution='threads' runs replicas in line here: {', '.join(compiled[:3])} is compiled, and compiled code "
-            "is not made for several threads at a time.",
+            "execution='threads' runs replicas in line here, as compiled code is not made for several threads at a "
+            f"time: {some_of(compiled)}.",
             stacklevel=4,
         )
     if compiled:

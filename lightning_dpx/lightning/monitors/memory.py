@@ -34,6 +34,7 @@ from lightning_dpx.lightning.monitors.report import (
     planned_activations,
 )
 from lightning_dpx.lightning.strategy import DPXStrategy
+from lightning_dpx.notebook import html_table
 from lightning_dpx.units import GIB, format_mib
 
 
@@ -218,6 +219,11 @@ class DeviceMemoryMonitor(Callback):
     def format_table(self) -> str:
         """One row per device: the last measured step by kind, and the highest peak of the fit, in MiB."""
         return format_rows(*table_of(self.last, self.highest))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same table, from the first measured step on."""
+        title, heads, rows = table_of(self.last, self.highest)
+        return html_table(title if rows else "dpx: no step has been measured", heads, rows)
 
     def _begin_phase(self) -> None:
         for device in self.devices:

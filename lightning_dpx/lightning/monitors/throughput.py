@@ -17,6 +17,7 @@ from lightning_dpx.lightning.monitors.base import (
 )
 from lightning_dpx.lightning.strategy import DPXStrategy
 from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
+from lightning_dpx.notebook import html_table
 from lightning_dpx.reducers import Waits
 from lightning_dpx.replicas import StepTimes
 
@@ -225,25 +226,32 @@ class DeviceThroughputMonitor(Callback):
         self._rows.has_news = False
         self._rows.write(trainer)
         if self._table and self.last:
-            heads = ["replica", "device", "samples", "share %", "forward ms", "backward ms", "idle %"]
-            rows = [
-                [
-                    *(str(index), work.device, str(work.samples), f"{work.share_pct:.1f}"),
-                    *(f"{work.forward_ms:.2f}", f"{work.backward_ms:.2f}", f"{work.idle_pct:.0f}"),
-                ]
-                for index, work in enumerate(self.last)
-            ]
-            title = f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s"
-            # Beside the rate of a progress bar, which is that of this machine.
-            if any(is_modelled(torch.device(work.device)) for work in self.last):
-                title += " in the modelled time of simulated devices"
-            if self.waiting_ms is not None:
-                heads.append("waiting ms")
-                for row in rows:
-                    row.append(f"{self.waiting_ms:.2f}")  # replicas of a process wait together
-            if self.last_process is not None:
-                title += f", process {self.last_process} came last"
-            show_rows(title, heads, rows)
+            show_rows(*self._table_of_last())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table that is printed when fit ends, from the first measured step on."""
+        title, heads, rows = self._table_of_last()
+        return html_table(title if rows else "dpx: no step has been measured", heads, rows)
+
+    def _table_of_last(self) -> tuple[str, list[str], list[list[str]]]:
+        """Title, heads and one row per replica of the last measured step."""
+        heads = ["replica", "device", "samples", "share %", "forward ms", "backward ms", "idle %"]
+        rows: list[list[str]] = []
+        for index, work in enumerate(self.last):
+            share = f"{work.share_pct:.1f}"
+            times = [f"{work.forward_ms:.2f}", f"{work.backward_ms:.2f}", f"{work.idle_pct:.0f}"]
+            rows.append([str(index), work.device, str(work.samples), share, *times])
+        title = f"dpx: work of the last step, {self.samples_per_second:.0f} samples/s"
+        # Beside the rate of a progress bar, which is that of this machine.
+        if any(is_modelled(torch.device(work.device)) for work in self.last):
+            title += " in the modelled time of simulated devices"
+        if self.waiting_ms is not None:
+            heads.append("waiting ms")
+            for row in rows:
+                row.append(f"{self.waiting_ms:.2f}")  # replicas of a process wait together
+        if self.last_process is not None:
+            title += f", process {self.last_process} came last"
+        return title, heads, rows
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Reports what was measured until then."""
