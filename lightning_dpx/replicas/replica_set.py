@@ -96,6 +96,18 @@ class ReplicaSet:
             slice; they share the parameters of the first of them.
         deadline: Seconds after which replicas in threads that have not ended a stage are an error; none unless given.
 
+    Attributes:
+        devices: The K devices; a replica's place is the number of its device among them.
+        replicas: K of them, or with micro-batches the sum of M over the devices; the first holds the user's module.
+        primaries: The first replica of each place, which has the parameters of all there.
+        partition: How many rows each replica gets.
+        slicer: Cuts batches into as many rows.
+        state: Takes parameters from their owners and buffers from the first replica to the others, and back.
+        python_state: The same for Python objects that replicas share.
+        structure: Whether the user's module still has the submodules and parameters that were copied.
+        order: Which replicas of a stage run one after the other, as it was seen to need.
+        times: What each replica takes in the step that is watched; ``None`` otherwise.
+
     Raises:
         ConfigurationError: an argument has a value that is not allowed.
         ReplicationError: the module cannot be copied faithfully.

@@ -104,20 +104,29 @@ def in_shifted_step() -> bool:
 
 
 class DeviceMode(TorchFunctionMode):
-    """Brings the operands of every operator to the device on top of the stack."""
+    """Brings the operands of every operator to the device on top of the stack.
+
+    Args:
+        cut: The parts that were shifted, and the two devices.
+
+    Attributes:
+        stack: The devices of the parts that are running, the innermost last.
+        running: The calls of hooked modules that are running; at first the step itself, which has none.
+        caller: The module call that this mode is for, if it is for one.
+    """
 
     def __init__(self, cut: Cut) -> None:
         super().__init__()
         self._cut = cut
         # Operators outside of the chosen parts run where the module lives.
-        self.stack = [cut.source]
+        self.stack: list[torch.device] = [cut.source]
         self._pair = (cut.source, cut.target)
         self._thread = threading.get_ident()
         self._casts: list[AbstractContextManager[object]] = []
         self._regions: MutableMapping[Any, torch.device] = weakref.WeakKeyDictionary()  # by their saving hooks
-        self.running: list[nn.Module | None] = [None]  # calls of hooked modules; at first the step itself
+        self.running: list[nn.Module | None] = [None]
         self._copies = Copies(self.running, cut.refuse_written)
-        self.caller: FrameType | None = None  # the module call that this mode is for, if it is for one
+        self.caller: FrameType | None = None
 
     def is_left_behind(self) -> bool:
         """Whether the module call that this mode is for has ended without telling."""

@@ -53,6 +53,12 @@ class ManualOptimization:
         replicas: The replicas.
         step: Sums gradients.
         precision: Scales losses and steps optimizers.
+
+    Attributes:
+        gradients: Those of all slices, as every replica finds them after its backward.
+        exchanged: Optimizers and schedulers that replicas share, which ask who calls while a step runs.
+        active: The replicas that have rows of the batch.
+        views: What each of them sees of optimizers; none where one replica does the whole step on its own.
     """
 
     def __init__(self, strategy: Any, replicas: ReplicaSet, step: TrainingStep, precision: DPXPrecision) -> None:

@@ -25,6 +25,16 @@ class JudgingRules(MergeRules):
         decides_loss: Whether the loss may be a mean or a sum.
         loss_reduction: What it is to begin with.
         unstable: Paths of outputs and names of logged values that change from run to run.
+
+    Attributes:
+        loss: What was found of the loss.
+        attributes: What was found of Python attributes that the step rebinds.
+        of_buffers: What was found of buffers.
+        written_buffers: Names of buffers that one device has written.
+        findings: What was found of outputs, by path.
+        logged_findings: What was found of logged values, by name.
+        batch_sizes: Names of logged values with a batch size that slices cannot give, and why.
+        draws_by_rows: Who draws more numbers for more rows.
     """
 
     def __init__(
@@ -39,7 +49,7 @@ class JudgingRules(MergeRules):
         super().__init__(
             loss_reduction=loss_reduction, writes_batch=whole.writes_batch, drops_gradients=whole.drops_gradients
         )
-        self.written_buffers = frozenset(_written(whole))
+        self.written_buffers: frozenset[str] = frozenset(_written(whole))
         self._whole = whole
         self._tolerance = tolerance
         self._unstable = unstable
@@ -48,8 +58,8 @@ class JudgingRules(MergeRules):
         self.loss: LossJudge = LossJudge(whole.loss, tolerance, decides=decides_loss, is_unstable="loss" in unstable)
         self.findings: dict[str, Finding] = {}
         self.logged_findings: dict[str, Finding] = {}
-        self.batch_sizes: dict[str, str] = {}  # those that slices cannot give, in words
-        self.draws_by_rows: set[Source] = set()  # where the number of draws depends on the rows
+        self.batch_sizes: dict[str, str] = {}
+        self.draws_by_rows: set[Source] = set()
 
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
         """Decides, then merges."""
