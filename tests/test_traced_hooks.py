@@ -58,3 +58,50 @@ def test_a_plan_that_drops_something_is_not_left_out_without_a_word() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(ROWS)
+
+
+class Parts(nn.Module):
+    """A module with a part that can be compiled alone, in which a layer has hooks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make()
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(self.body(rows))
+
+
+def planned_parts(budget: float) -> Parts:
+    module = Parts()
+    dpx.apply_plan(module, dpx.search_plan(module, ROWS, budget=budget, progress=False))
+    return module
+
+
+def test_a_part_is_compiled_as_one_graph_after_a_plan_that_keeps_everything() -> None:
+    torch.compiler.reset()
+    module = planned_parts(1.0)
+    module.body = torch.compile(module.body, fullgraph=True, backend="eager")
+    with pytest.warns(UserWarning, match=ASIDE):
+        # The routine that the first step teaches has hooks on what no forward has called.
+        found, again = [[*gradients(module, module, ROWS)] for _ in range(2)]
+    assert all(map(torch.equal, found, again))
+
+
+def test_code_that_was_compiled_before_a_plan_was_put_on_is_told_of() -> None:
+    torch.compiler.reset()
+    module = make()
+    compiled = torch.compile(lambda rows: module(rows), fullgraph=True, backend="eager")
+    gradients(module, compiled, ROWS)
+    dpx.apply_plan(module, dpx.search_plan(module, ROWS, budget=0.9, progress=False))
+    with pytest.warns(UserWarning, match="no forward has followed the plan"):
+        gradients(module, compiled, ROWS)
+
+
+def test_a_model_that_is_compiled_after_a_plan_that_drops_something_is_told_of() -> None:
+    """Compiled code saves what it likes, and nothing of that can be made again."""
+    torch.compiler.reset()
+    module = planned(0.9)
+    compiled = torch.compile(module, backend="aot_eager")
+    with pytest.warns(UserWarning, match="it is another step than the planned one, or a larger one"):
+        gradients(module, compiled, ROWS)

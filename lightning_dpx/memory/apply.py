@@ -15,6 +15,7 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
+from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.planned_forwards import PlannedForwards, leave_interrupted
 from lightning_dpx.memory.execute.recipes import own_recipes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
@@ -29,8 +30,8 @@ from lightning_dpx.torch_compat import innermost_transform, is_in_checkpoint, sa
 # Weak, so that a module with a plan is freed like any other.
 _APPLIED: "weakref.WeakKeyDictionary[nn.Module, AppliedPlan]" = weakref.WeakKeyDictionary()
 _UNTOLD = (
-    "dpx: a model whose memory plan keeps everything is compiled as one graph, in which nothing looks at steps: one "
-    "that takes more than the budget is not told of. Without fullgraph=True it is."
+    "dpx: a model whose memory plan keeps everything, or a part of it, is compiled as one graph, in which nothing "
+    "looks at steps: one that takes more than the budget is not told of. Without fullgraph=True it is."
 )
 
 
@@ -69,10 +70,12 @@ class AppliedPlan:
             # Who watches is to see what no plan knows.
             alike = () if watches else twins_of_calls(module, plan.replayed, {d.module for d in plan.decisions})
             self._replays = Replays(module, plan.replayed, alike)
+        # What drops something has to be followed, or the step exceeds its budget.
+        told = _UNTOLD if plan.keeps_all else ""
         # A plan that drops nothing, or replays calls only, has a budget all the same, which steps may exceed that do
         # more.
         if plan.dropped or watches or plan.budget is not None:
-            self.values = hooks_for_values(module, plan, watches=watches)
+            self.values = hooks_for_values(module, plan, watches=watches, told=told)
             if not (plan.dropped or watches or self.values.can_tell):
                 self.values.remove()
                 self.values = None
@@ -80,9 +83,10 @@ class AppliedPlan:
         # Last, so that these hooks are outside of all others.
         self._forwards: PlannedForwards | None = None
         if not self._has_nothing_to_do:
-            # What drops something has to be followed, or the step exceeds its budget.
-            told = _UNTOLD if plan.keeps_all else ""
             self._forwards = PlannedForwards(module, self._begin_forward, self._end_forward, told=told)
+        # Compiled parts have hooks round them.
+        if not (plan.keeps_all or compiled_parts(module)):
+            self._warnings.watch_compiled_code(module)
 
     @property
     def _has_nothing_to_do(self) -> bool:
@@ -108,6 +112,7 @@ class AppliedPlan:
             yield
             return
         self._local.active = True
+        self._warnings.is_followed = True
         counts = self._warnings.counts_waiting
         try:
             with (
@@ -180,6 +185,7 @@ class AppliedPlan:
         if self._forwards is not None:
             self._forwards.remove()
         self._code.remove()
+        self._warnings.remove()
 
 
 class _Passing(AbstractContextManager[None]):
@@ -208,8 +214,10 @@ def apply_plan(module: nn.Module, plan: MemoryPlan, *, watches: bool = False) ->
     A step may differ from the planned one, as layers are skipped or rows are routed: what the plan does not know is
     dropped if the same value of a call like it is. If a step will exceed the budget nevertheless, a warning tells
     once; likewise if its backward finds gradients, to which it adds, and the plan was made for one that finds none.
-    Within ``torch.utils.checkpoint``, which makes all of a forward again, nothing is dropped. Where the module is
-    compiled as one graph (``fullgraph=True``), a plan that keeps everything tells of nothing, and a warning says so.
+    Within ``torch.utils.checkpoint``, which makes all of a forward again, nothing is dropped. Where the module or a
+    part is compiled as one graph (``fullgraph=True``), a plan that keeps everything tells of nothing, and a warning
+    says so; one that drops something is an error of ``torch.compile``. Code that was compiled before around the module
+    does not follow the plan, which a warning tells as well.
 
     Args:
         module: What the plan was made for.

@@ -20,16 +20,17 @@ def decided_by(plan: MemoryPlan) -> dict[str, KnownDecision]:
     return decided
 
 
-def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool) -> Rematerialization:
+def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool, told: str = "") -> Rematerialization:
     """What drops values of ``module`` as ``plan`` says; with compiled parts call by call for good.
 
     Args:
         module: What the plan was made for.
         plan: Which.
         watches: Whether the first steps are followed tensor by tensor, to tell of values that no plan knows.
+        told: The warning where a compiler that has to make one graph leaves the hooks out; empty where it must not.
     """
     known = [decision.name for decision in plan.decisions]
-    names = CallNames(module, again=plan.calls, opened=opened_by(known, module))
+    names = CallNames(module, again=plan.calls, opened=opened_by(known, module), told=told)
     dropped = plan.names("recompute", "recompute each time")
     uncached = plan.uncached
     twins: Twins | None = None

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.plan.plan import MemoryPlan
-from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.torch_compat import tree_leaves, was_traced
 from lightning_dpx.units import format_mib
 
 _MOST_OF_A_FORWARD = 0.5  # of its bytes; what a loss does not depend on waits as well, until it is forgotten
@@ -22,6 +22,9 @@ class PlanWarnings:
         module: What follows the plan.
         plan: Which.
         watches: Whether the caller plans for other steps itself, so that nothing is told of them.
+
+    Attributes:
+        is_followed: Whether a forward has followed the plan.
     """
 
     def __init__(self, module: nn.Module, plan: MemoryPlan, *, watches: bool) -> None:
@@ -30,6 +33,8 @@ class PlanWarnings:
         self._has_told_of_checkpoint = False
         self._has_told_of_waiting = False
         self._has_told_of_peak = False
+        self.is_followed: bool = False
+        self._handles: list[Any] = []
         # Whose gradients would take a step beyond the budget; none where that is not so, or is told.
         self._trained: list[weakref.ref[nn.Parameter]] = []
         if (plan.adding_peak or 0) > (plan.budget or plan.adding_peak or 0):
@@ -107,6 +112,32 @@ class PlanWarnings:
             "call zero_grad(set_to_none=True) before every step.",
             stacklevel=2,
         )
+
+    def watch_compiled_code(self, module: nn.Module) -> None:
+        """Tells if the first gradient comes of code that was compiled around the module before the plan was put on."""
+        for parameter in module.parameters():
+            # Such code calls the hooks that were there when it was compiled.
+            if parameter.requires_grad and was_traced(parameter):
+                hook = parameter.register_post_accumulate_grad_hook(self._look_for_forward)  # type: ignore[no-untyped-call]
+                self._handles.append(hook)
+                return
+
+    def _look_for_forward(self, _parameter: Any) -> None:
+        self.remove()
+        if self.is_followed:
+            return
+        warnings.warn(
+            f"dpx: a backward has run through the planned {self._plan.model}, and no forward has followed the plan: "
+            "code that was compiled around the module before keeps what it did. Compile the module, or parts of it, "
+            "and make the plan of that.",
+            stacklevel=2,
+        )
+
+    def remove(self) -> None:
+        """Takes its hook off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def tell_of_checkpoint(self) -> None:
         """The plan is not followed in a region that makes all of the module again."""

@@ -30,6 +30,7 @@ from lightning_dpx.torch_compat.compiler import (
     inductor_compiler,
     is_compiled_function,
     never_compile,
+    was_traced,
 )  # fmt: skip
 from lightning_dpx.torch_compat.distributed_tensors import (
     COMPOSABLE_STATE,
@@ -172,6 +173,6 @@ __all__ = [
     "reset_sharded", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of",
     "sharded_parameters", "shares_memory", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks",
     "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
-    "unflatten_dense", "unpin", "user_cache_dir", "version_counter", "view_base", "weak_storage",
+    "unflatten_dense", "unpin", "user_cache_dir", "version_counter", "view_base", "was_traced", "weak_storage",
     "with_memory_in", "with_part",
 ]  # fmt: skip

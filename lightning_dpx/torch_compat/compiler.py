@@ -134,6 +134,11 @@ def compiles_one_graph() -> bool:
     return translator is not None and bool(translator.one_graph or translator.error_on_graph_break)
 
 
+def was_traced(parameter: torch.Tensor) -> bool:
+    """Whether compiled code uses ``parameter``, which calls no hooks that modules around it got later on."""
+    return hasattr(parameter, "_dynamo_static_input_type")
+
+
 def compile_backends() -> list[str]:
     """The names that ``torch.compile`` knows, likewise."""
     from torch._dynamo import list_backends

@@ -315,6 +315,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
         why="whether a graph that is traced may break, at hooks that only look at steps",
         without="fullgraph=True is refused for models whose plan keeps everything",
     ),
+    "torch._dynamo.decorators._dynamo_static_input_type": PrivateName(
+        why="whether compiled code uses a parameter",
+        without="nothing is told of code that was compiled before a plan was put on, and does not follow it",
+    ),
     "torch._dynamo.list_backends": PrivateName(why="names for an error", without="dpx bench plan --compile-backend"),
     "torch._dynamo.lookup_backend": PrivateName(why="checks a name", without="dpx bench plan --compile-backend"),
     "torch._functorch.config": PrivateName(

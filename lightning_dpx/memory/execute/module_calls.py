@@ -21,6 +21,7 @@ from lightning_dpx.torch_compat import (
     is_compiled_function,
     is_traceable_wrapper_subclass,
 )
+from lightning_dpx.traced_hooks import AsideInOneGraph
 
 _OF_NO_CALL = "?:0"  # no module has such a path, so no plan has such a name
 OF_CODE = "?"  # nor this one, with which names of calls of compiled functions begin
@@ -74,9 +75,12 @@ class CallNames:
         again: Names of calls that may have to be made again.
         opened: Paths of modules whose compiled functions are told from what they run beside them, of those that
             :func:`openable` finds; others are one code with all of their parts.
+        told: The warning where hooks of a part are left out that is compiled as one graph later on; empty for hooks
+            that must not be.
 
     Attributes:
         again: As given.
+        told: As given.
         is_distributed: Whether parameters are tensors of which each process has a part.
         compiled: Paths of the parts that are compiled, in which there are no hooks, as of :func:`compiled_parts`.
         closed: Of ``opened``, those whose compiled functions have called modules with hooks.
@@ -86,8 +90,11 @@ class CallNames:
         listener: Is told of the calls that are noted.
     """
 
-    def __init__(self, module: nn.Module, again: Container[str] = (), opened: Collection[str] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, again: Container[str] = (), opened: Collection[str] = (), told: str = ""
+    ) -> None:
         self.listener: Listener | None = None
+        self.told: str = told
         self._local = threading.local()
         self.again = again
         self._anatomies = Anatomies()
@@ -115,7 +122,8 @@ class CallNames:
         for path, part in self.parts.items():
             if paths is not None and path not in paths:
                 continue
-            enter = _Enter(self, path)
+            # Only those that may stand aside ask a compiler, which takes a while at every call.
+            enter = _EnterOrAside(self, path, self.told) if self.told else _Enter(self, path)
             # First before the forward and last after it: what other hooks of the module save is
             # told by its call, too.
             if compiled_call_of(part) is not None:
@@ -389,3 +397,19 @@ class _Enter(Passive):
             call.left(output)
             if names.listener is not None:
                 names.listener.ends(call)
+
+
+class _EnterOrAside(AsideInOneGraph, _Enter):
+    """Hooks that a compiler leaves out which has to make one graph of the module."""
+
+    def __init__(self, names: CallNames | None, path: str, told: str) -> None:
+        _Enter.__init__(self, names, path)
+        AsideInOneGraph.__init__(self, told)
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The call begins."""
+        _Enter.__call__(self, module, args, kwargs)
+
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """It is over."""
+        _Enter.leave(self, module, inputs, output)

@@ -24,6 +24,7 @@ from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.plan.plan import module_of
 from lightning_dpx.powers import is_power_of_two
 from lightning_dpx.torch_compat import current_graph_task_id
+from lightning_dpx.traced_hooks import AsideInOneGraph
 
 _MOST_PATIENCE = 1024  # forwards
 _MOST_UNTIL_ALL_IS_MET = 16  # forwards; some of a plan may be of no step at all
@@ -202,7 +203,8 @@ class Practised(Rematerialization):
         forward = self._begun(pack, wrap)
         self._current.forward = forward
         self._peaks.begin()
-        operands = forward.operands if isinstance(forward, FollowedForward) else nullcontext()
+        # No recipe asks for any where nothing is dropped; and a compiler would have to trace what notes them.
+        operands = forward.operands if isinstance(forward, FollowedForward) and self._drops else nullcontext()
         try:
             if isinstance(forward, FollowedForward):
                 self.names.watch(forward.enter)
@@ -270,8 +272,9 @@ class Practised(Rematerialization):
         self.names.install(self._called_again)  # before ours, which are prepended: a call is noted with the hooks on
         paths = _paths_of(routine) | self._peaks.varying
         for path in sorted(paths & self.names.parts.keys()):
-            enter = _Enter(self, path)
-            self._handles.append(self.names.parts[path].register_forward_pre_hook(enter, prepend=True))
+            enter = _EnterOrAside(self, path, self.names.told) if self.names.told else _Enter(self, path)
+            part = self.names.parts[path]
+            self._handles.append(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
 
     def _learn(self, forward: FollowedForward) -> None:
         wanted = forward.dropped | self._unmet(forward)
@@ -415,6 +418,18 @@ class _Enter(Passive):
     def __reduce__(self) -> tuple[Any, ...]:
         return _Enter, (None, self._path)
 
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
+    def __call__(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if self._values is not None:
             self._values.enter(self._path)
+
+
+class _EnterOrAside(AsideInOneGraph, _Enter):
+    """A hook that a compiler leaves out which has to make one graph of the module."""
+
+    def __init__(self, values: Practised | None, path: str, told: str) -> None:
+        _Enter.__init__(self, values, path)
+        AsideInOneGraph.__init__(self, told)
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The module is called."""
+        _Enter.__call__(self, module, args, kwargs)

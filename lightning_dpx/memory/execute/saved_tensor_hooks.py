@@ -320,6 +320,8 @@ class Rematerialization(GraphTape):
             if value.name in self._uncached_order:
                 self._undecided.append(weakref.ref(value))
             return True
+        # What has to be kept although the plan drops it, as that of code which is compiled now, is not counted there.
+        self._forward.differs = self._forward.differs or is_wanted
         # Others were made from it before it was saved itself, so it has a recipe. It is kept now
         # and will never run that: what the recipe takes must not wait for it.
         if value.make is not None and not value.dropped:
