@@ -227,10 +227,20 @@ class GraphTape:
         operand = operand_of(node, index)
         if not isinstance(operand, WeakTensor):
             return operand
+        # A detached part of a value, as a cache of keys, goes with it where that is dropped, and comes back with it.
+        part = self.part_of_value(operand) if operand.storage else None
+        if part is not None:
+            if self.reached is not None:
+                self.reached.add(part.value)
+            return part
         value = self.keep_constant(operand.base(most))
         if operand.view is None:
             return value
         return View(value, operand.look)
+
+    def part_of_value(self, operand: WeakTensor) -> View | None:
+        """The operand as it shows a value that was saved, or a part of it; ``None`` if it shows none."""
+        return None
 
     def want_operands(self, node: Any) -> None:
         """The next step notes operands, too: a recipe has asked for those of ``node``."""

@@ -14,10 +14,11 @@ _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 class KnownValues:
     """Values by identity, weakly."""
 
-    __slots__ = ("_again", "_saved")
+    __slots__ = ("_again", "_by_storage", "_saved")
 
     def __init__(self) -> None:
         self._saved: dict[Identity, weakref.ref[Value]] = {}
+        self._by_storage: dict[int, Identity] = {}  # of the value that was saved last
         self._again: dict[Identity, tuple[Any, Any]] = {}  # of what was made again, with its storage; both weakly
 
     def __contains__(self, identity: Identity) -> bool:
@@ -27,10 +28,26 @@ class KnownValues:
         """Another forward begins: the values of the one before are not its own."""
         # What an earlier backward has made again stays known as long as its memory lives.
         self._saved.clear()
+        self._by_storage.clear()
 
     def add(self, identity: Identity, value: Value) -> None:
         """``value`` is saved, and its tensor has that identity."""
         self._saved[identity] = weakref.ref(value)
+        self._by_storage[identity.storage] = identity
+
+    def around(self, lies: Identity) -> Value | None:
+        """The value that a tensor is a part of which lies so, if nothing was written there between the two."""
+        identity = self._by_storage.get(lies.storage)
+        if identity is None or identity.version != lies.version or identity.dtype != lies.dtype:
+            return None
+        # One that is made again has no elements between its own.
+        first, behind = _extent(identity)
+        if behind - first != math.prod(identity.size):
+            return None
+        begin, end = _extent(lies)
+        if begin < first or end > behind:
+            return None
+        return self.saved(identity)
 
     def saved(self, identity: Identity) -> Value | None:
         """The value of that identity, if the last forward has saved it."""
@@ -73,3 +90,11 @@ class KnownValues:
         if not total:
             return 0.0
         return waiting / total
+
+
+def _extent(identity: Identity) -> tuple[int, int]:
+    """The first element in its memory, and the one behind the last."""
+    last = identity.offset
+    for size, step in zip(identity.size, identity.stride, strict=True):
+        last += (size - 1) * step
+    return identity.offset, last + 1

@@ -33,7 +33,7 @@ from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import RECIPES
 from lightning_dpx.memory.execute.similar_values import Twins
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs
+from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor
 from lightning_dpx.memory.execute.values import (
     Identity,
     Strides,
@@ -230,7 +230,15 @@ class Rematerialization(GraphTape):
         value.want()
         if base is tensor or same_geometry(tensor, base):
             return value
-        return View(value, Strides(tensor, value.identity or identity_of(base)))
+        return View(value, Strides(identity_of(tensor), value.identity or identity_of(base)))
+
+    def part_of_value(self, operand: WeakTensor) -> View | None:
+        (size, stride, offset) = operand.geometry
+        lies = Identity(operand.storage, operand.version, operand.dtype, size, stride, int(offset))
+        value = self.known.around(lies)
+        if value is None or value.identity is None:
+            return None
+        return View(value, Strides(lies, value.identity))
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """Of a tensor in the step that is planned: too small a one is no value, and has no number in its call."""

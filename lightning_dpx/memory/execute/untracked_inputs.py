@@ -16,7 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.torch_compat import FakeTensor, version_counter, view_base
+from lightning_dpx.torch_compat import (
+    FakeTensor,
+    free_weak_storage,
+    key_of,
+    version_counter,
+    view_base,
+    weak_storage,
+)
 
 _TAG = "lightning_dpx.operands"
 _COPIES = "lightning_dpx.copies"
@@ -168,11 +175,24 @@ class WeakTensor:
 
     Attributes:
         view: Size, stride and offset, if it is a view; of views only the base is there for longer.
+        storage: The key of its memory, by which a value is known that it is a part of; 0 for a parameter.
+        version: How often that was written to.
+        dtype: Of its elements.
+        geometry: Size, stride and offset.
     """
 
-    __slots__ = ("_ref", "_version", "view")
+    __slots__ = ("_ref", "_storage", "_version", "dtype", "geometry", "storage", "version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
+        self._storage = 0
+        self.storage: int = 0
+        self.version: int = version_counter(tensor)
+        self.dtype: torch.dtype = tensor.dtype
+        self.geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+        if tensor.layout is torch.strided and not isinstance(tensor, nn.Parameter):
+            # The address of a storage is not given out again while there is a weak reference, which keeps no memory.
+            self.storage = key_of(tensor.untyped_storage())
+            self._storage = weak_storage(tensor.untyped_storage())  # type: ignore[assignment]
         # The object of a view may go with the call, its base stays. A base of another dtype does
         # not show these numbers: a complex one is no view of its parts.
         base = view_base(tensor)
@@ -182,6 +202,11 @@ class WeakTensor:
             tensor = base
         self._ref = TensorWeakRef(tensor)
         self._version = version_counter(tensor)
+
+    # A default is there even when the interpreter ends and has emptied the module.
+    def __del__(self, _free: Callable[[int], None] = free_weak_storage) -> None:
+        if self._storage:
+            _free(self._storage)
 
     def base(self, most: int) -> Tensor:
         """The tensor, or what it is a view of, if it is still the same.

@@ -239,8 +239,8 @@ class Strides:
 
     __slots__ = ("original", "view")
 
-    def __init__(self, tensor: torch.Tensor, original: Identity) -> None:
-        self.view = (tensor.size(), tensor.stride(), tensor.storage_offset())
+    def __init__(self, shown: Identity, original: Identity) -> None:
+        self.view = (shown.size, shown.stride, shown.offset)
         self.original: Identity = original
 
     def __call__(self, base: torch.Tensor) -> torch.Tensor:

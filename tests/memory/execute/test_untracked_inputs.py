@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
+from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, operand_of
 from tests.memory.steps import DropsEverything, train
@@ -253,3 +254,45 @@ def test_what_a_pad_is_filled_with_is_that_of_the_step_in_a_routine_too() -> Non
     module.pad = plain.pad = True
     assert all(map(torch.equal, train(module, x, steps=1), train(plain, x, steps=1)))
     assert not applied.not_found
+
+
+class Remembers(nn.Module):
+    """Reads what it has kept of the call before without a graph, as attention does with a cache of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(64, 128)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        now, values = self.keys(x).chunk(2, -1)
+        seen = now if self.kept is None else torch.cat([self.kept, now])
+        # Gone before the sum is saved, as only a view of it is kept.
+        self.kept = now.detach()[-48:]
+        return (seen.sin().sum(0) + now * values).tanh()
+
+
+class Chunks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Remembers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.kept = None
+        return sum((self.layer(chunk).mean() for chunk in x.chunk(4)), torch.zeros(()))
+
+
+def test_a_detached_part_of_a_value_is_dropped_and_made_again_with_it() -> None:
+    torch.manual_seed(0)
+    module, rows = Chunks(), torch.rand(256, 64)
+    module(rows).backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    plan = dpx.search_plan(module, rows, budget=0.6, progress=False)
+    applied = dpx.apply_plan(module, plan)
+    for _ in range(3):  # the first one is followed call by call, the others in a routine
+        module.zero_grad()
+        peak = peak_of_passing(lambda: module(rows).backward())
+        assert all(map(torch.equal, [parameter.grad for parameter in module.parameters()], expected))
+        assert not applied.not_found
+        assert peak <= plan.budget
