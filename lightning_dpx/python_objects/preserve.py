@@ -22,6 +22,7 @@ from lightning_dpx.python_objects.object_graph import may_hold
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.process_generators import ProcessGenerators
 from lightning_dpx.python_objects.reachable import reachable
+from lightning_dpx.torch_compat import disable_current_modes
 
 # A generator hides in a list or a dict of a few things; a vocabulary of 200,000 words is not searched for one.
 _LARGEST_CONTAINER = 64
@@ -189,5 +190,7 @@ def same_state(one: Any, two: Any) -> bool:
     if isinstance(one, np.ndarray):
         return np.array_equal(one, two)
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
+        # No operator of the step, for those who watch its operators.
+        with disable_current_modes():
+            return torch.equal(one, two)
     return bool(one == two)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
+from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state, same_state
 
 GLOBAL = np.random.default_rng(5)
 
@@ -64,3 +65,23 @@ def test_the_generators_of_devices_continue_too(sim) -> None:
     with preserve_rng_state([device]):
         first = torch.rand(3, device=device).cpu()
     assert torch.equal(torch.rand(3, device=device).cpu(), first)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_look_at_states_is_no_operator_of_a_step_that_is_watched() -> None:
+    """A profile would take the step for another one than the one before, and know no lifetimes."""
+    state = torch.Generator().manual_seed(1).get_state()
+    with Operators() as operators:
+        assert same_state(state, state.clone())
+    assert operators.count == 1, "the copy"
