@@ -295,7 +295,14 @@ def _settle_buffers(judge: JudgingRules, again: JudgingRules, out: Comparison) -
     """Leaves the rules of buffers that hold in the second step, too."""
     fitting = again.of_buffers.fitting
     for name, rule in list(judge.buffers.items()):
-        if name in fitting and rule not in fitting[name]:
+        if name not in fitting or rule in fitting[name]:
+            continue
+        # Beside a large count the few rows of a step are next to nothing, and a mean fits as well as a sum.
+        both = [other for other in judge.of_buffers.fitting.get(name, ()) if other in fitting[name]]
+        if both:
+            judge.buffers[name] = both[0]
+            judge.of_buffers.fitting[name] = both
+        else:
             del judge.buffers[name]
             out.differences.append(("kept", _only_at_first(name)))
 

@@ -269,7 +269,8 @@ class SliceCheck:
         # A decayed count grows like any other from zero, a number that is set looks like one that is added to
         # it, and a running minimum that begins at infinity is the first loss.
         # A second step costs as much as the first, and what keeps nothing has no second one that differs.
-        goes_on = comparison.kept or judge.attributes.numbers.settings or "sum" in judge.buffers.values()
+        # So is that of a buffer, and whatever its rule is: those of the first slice alone are not listed.
+        goes_on = comparison.kept or judge.attributes.numbers.settings or judge.buffers
         kinds = {kind for kind, _ in comparison.differences}
         # By hand a second step begins with the new weights; otherwise, with the same ones on both sides.
         begins_alike = not (self._step.by_hand and kinds & {"gradient", "new weight"})

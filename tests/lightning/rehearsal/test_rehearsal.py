@@ -423,10 +423,12 @@ class TurnsByHand(SumByHand):
 
 @REPLICAS
 @pytest.mark.parametrize("reducer", ["auto", "colocate"])
-@pytest.mark.parametrize("kind", [SumByHand, TurnsByHand])
-def test_a_step_by_hand_is_checked_by_the_new_weights(hardware, execution, fitted, kind, reducer, num_replicas) -> None:
+@pytest.mark.parametrize(("kind", "num_gradients"), [(SumByHand, 4), (TurnsByHand, 8)])  # four are left by other turns
+def test_a_step_by_hand_is_checked_by_the_new_weights(
+    hardware, execution, fitted, kind, num_gradients, reducer, num_replicas
+) -> None:
     seen = fitted(kind, num_replicas, execution=execution, reducer=reducer)
-    assert "4 gradients, 4 new weights" in seen.told
+    assert f"{num_gradients} gradients, 4 new weights" in seen.told
     assert not seen.warned
     assert_equal(seen.values, fitted(kind).values)
 
@@ -1812,9 +1814,23 @@ class DecayingCount(Model):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_buffer_that_comes_together_once_but_not_twice_is_named(fitted) -> None:
-    warned = fitted(DecayingCount, 2).warned
-    assert "self.count comes together from slices in a first step, and not in a second" in warned
+class BestLoss(Model):
+    """The smallest loss so far, which after the first step is a mean over rows like any loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("best", torch.tensor(1e9))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.best = torch.minimum(self.best, loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(("kind", "name"), [(DecayingCount, "count"), (BestLoss, "best")])
+def test_a_buffer_that_comes_together_once_but_not_twice_is_named(kind, name, fitted) -> None:
+    warned = fitted(kind, 2).warned
+    assert f"self.{name} comes together from slices in a first step, and not in a second" in warned
 
 
 def test_batches_stay_whole_where_slices_cannot_give_a_buffer_that_steps_use(fitted) -> None:
