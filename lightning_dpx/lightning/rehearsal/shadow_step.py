@@ -23,6 +23,7 @@ from lightning_dpx.lightning.new_replicas import new_replicas
 from lightning_dpx.lightning.optimizer_settings import plain_settings
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
 from lightning_dpx.lightning.rehearsal.comparison.observation import (
+    LEFT,
     Logged,
     Observation,
     SeenDraws,
@@ -41,7 +42,7 @@ from lightning_dpx.python_objects.process_settings import gpus_compute_in_tf32
 from lightning_dpx.replicas import MergeRules, ReplicaSet, first_loss
 from lightning_dpx.replicas.merging.tolerance import Tolerance
 from lightning_dpx.step import TrainingStep
-from lightning_dpx.torch_compat import tree_leaves
+from lightning_dpx.torch_compat import post_accumulate_hooks_of, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -231,6 +232,7 @@ class ShadowStep:
         names = [name for name, _ in shadow.named_parameters()]
         if self.by_hand:
             seen.weights = {name: host_copy(one) for name, one in zip(names, owners, strict=True)}
+            _note_left(seen.gradients, zip(names, owners, strict=True))
         elif self.trains:
             loss = first_loss(final)
             if isinstance(loss, torch.Tensor):
@@ -272,8 +274,10 @@ class ShadowStep:
 
     def leave_gradients(self, owners: Iterable[torch.Tensor]) -> None:
         """Gives owners gradients, as a step before would have left them; any numbers will do."""
-        if self.trains and not self.by_hand:
-            for parameter in owners:
+        for parameter in owners if self.trains else ():
+            # A step by hand begins without them, and so do more steps of it, but for hooks of parameters that see what
+            # has been added up: what these do to it is another thing than what they do to the sum of slices.
+            if not self.by_hand or post_accumulate_hooks_of(parameter):
                 parameter.grad = self._earlier_gradient(parameter) if parameter.requires_grad else None
 
     def _earlier_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -381,6 +385,22 @@ def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: I
     numbers = [leaf.numel() for leaf in tree_leaves(call.args[0]) if isinstance(leaf, torch.Tensor)]
     largest = max((parameter.numel() for parameter in module.parameters()), default=1)
     return Tolerance.of(coarsest, max([largest, *numbers]))
+
+
+def _note_left(gradients: dict[str, torch.Tensor], owners: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Notes the gradients that a step by hand leaves to later ones, but for those that an optimizer was given.
+
+    Of a window of many batches only the last one has a step, and no rehearsal may ever see that one.
+    """
+    noted: dict[str, list[torch.Tensor]] = {}
+    for key, gradient in gradients.items():
+        noted.setdefault(key.rpartition("@")[0], []).append(gradient)
+    for name, parameter in owners:
+        if parameter.grad is None:
+            continue
+        left = host_copy(parameter.grad)
+        if not any(torch.equal(left, known) for known in noted.get(name, ())):
+            gradients[f"{name}{LEFT}"] = left
 
 
 def _call_before_steps(optimizer: Any, note: Callable[..., None]) -> None:

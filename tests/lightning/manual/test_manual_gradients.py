@@ -442,3 +442,44 @@ class GrowsWhileGradientsWait(Manual):
 def test_gradients_that_wait_outlast_the_replicas(execution: str, reducer: str) -> None:
     ours = trained(GrowsWhileGradientsWait, strategy=dpx.DPXStrategy(reducer, execution=execution), devices=3)
     assert_equal(ours, trained(GrowsWhileGradientsWait))
+
+
+class AccumulatesByHand(Manual):
+    """Steps in none of the batches that are looked at: its window has five, and looks are at the 1st, 2nd, 4th, 8th."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 5 == 4:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class WeighsClassesByHand(AccumulatesByHand):
+    def loss(self, batch: Any) -> torch.Tensor:
+        weight = torch.tensor([1.0, 2.0, 7.0], device=batch[0].device)
+        return F.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class HalvesWhatAddsUp(AccumulatesByHand):
+    """One device halves the sum of all batches, in every batch; a hook of a slice has what that has added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].bias.register_post_accumulate_grad_hook(_halve)
+
+
+@pytest.mark.parametrize("kind", [WeighsClassesByHand, HalvesWhatAddsUp])
+def test_gradients_that_a_step_leaves_to_later_ones_are_compared(kind: type[AccumulatesByHand]) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", verify="raise")
+    with pytest.raises(dpx.ParityError, match=r"gradients differ, relatively: net.*@left"):
+        trained(kind, devices=2, strategy=strategy)
+    trained(AccumulatesByHand, devices=2, strategy=dpx.DPXStrategy(execution="inline", verify="raise"))

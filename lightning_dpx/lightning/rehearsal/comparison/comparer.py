@@ -8,7 +8,7 @@ import torch
 
 from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
-from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE, OUTSIDE_TORCH, Observation
+from lightning_dpx.lightning.rehearsal.comparison.observation import LEFT, OUTSIDE, OUTSIDE_TORCH, Observation
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, short
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, keyed_items, matching_items
 from lightning_dpx.replicas import drawn_once
@@ -347,7 +347,8 @@ def changed_again(one: Observation, two: Observation, unstable: frozenset[str], 
 
 def _explained(name: str, gradients: Mapping[str, float], tolerance: Tolerance) -> bool:
     """Whether all gradients that an optimizer was given for this parameter agree."""
-    own = [error for key, error in gradients.items() if key.partition("@")[0] == name]
+    given = {key: error for key, error in gradients.items() if not key.endswith(LEFT)}
+    own = [error for key, error in given.items() if key.partition("@")[0] == name]
     return bool(own) and all(error <= tolerance.relative for error in own)
 
 

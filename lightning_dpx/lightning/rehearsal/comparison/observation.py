@@ -23,6 +23,7 @@ from lightning_dpx.replicas import ListPlace, StepDraws
 from lightning_dpx.replicas.hidden_arrays import arrays_of_hidden
 
 OUTSIDE_TORCH = "a generator of Python or NumPy"  # among what drew numbers that could not be made equal
+LEFT = "@left"  # ends the name of a gradient that a step by hand leaves to later ones
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
 
 
@@ -59,7 +60,8 @@ class Observation:
     Attributes:
         loss: After merging, and after the user's hook over the whole batch; on the host.
         output: What the step itself returned.
-        gradients: Of the owners, by parameter; on the host. In manual optimization, of every optimizer step.
+        gradients: Of the owners, by parameter; on the host. In manual optimization, of every optimizer step, and
+            those that are left to later steps.
         keeps_graph: Whether gradients have a graph of their own after the backward (``create_graph=True``).
         weights: After a step of manual optimization, by parameter; on the host.
         magnified: How many times larger a rounding of an old weight is in the new one, where that was looked at.
