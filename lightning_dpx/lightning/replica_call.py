@@ -19,6 +19,7 @@ from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from lightning_dpx.lightning.step_beginning import StepBeginning
 from lightning_dpx.lightning.transfers import Transfer
+from lightning_dpx.lightning.whole_batches import COUNT_ELSEWHERE
 from lightning_dpx.replicas import BatchDraws, BatchSlice, ListWatch, MergeRules, NumberWatch, weights_of
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> Non
     )
     if session.can_repeat(name):
         raise GatherError(reason)
-    session.whole_batches.give_whole(name, reason, "For all devices to take part, count in on_train_batch_end.")
+    session.whole_batches.give_whole(name, reason, COUNT_ELSEWHERE)
 
 
 def _follow_metrics(session: "Session", name: str) -> None:

@@ -14,6 +14,7 @@ from lightning_dpx.replicas import children_of
 
 _FOR_ALL = "For all devices to take part"  # as advice begins
 ADVICE = f"{_FOR_ALL}, return what has a shape of its own for every row."
+COUNT_ELSEWHERE = f"{_FOR_ALL}, count in on_train_batch_end."
 
 
 class WholeBatches:

@@ -521,6 +521,29 @@ def test_a_count_that_begins_again_does_so_by_all_rows(kind: Any, execution: str
     assert_equal(ours.state_dict(), one.state_dict())
 
 
+class GoesRoundARing(BeginsAgain):
+    """Counts rows from 0 to 7 again and again, as the pointer of a queue does; two steps of five rows show no slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.pointer[0] = (self.pointer + len(batch)) % 8
+        return self.loss(batch, "train")
+
+
+def test_a_pointer_that_a_look_has_seen_begin_again_does_so_by_all_rows(execution: str) -> None:
+    loader = DataLoader(tensor(30), 6)  # type: ignore[arg-type]
+    one = GoesRoundARing()
+    make_trainer(max_epochs=1).fit(one, loader)
+    ours = GoesRoundARing()
+    strategy = dpx.DPXStrategy(execution=execution)
+    with pytest.warns(UserWarning, match=r"self\.pointer has counted rows until now, and comes together .* no more"):
+        make_trainer(max_epochs=1, devices=2, strategy=strategy).fit(ours, loader)
+    assert_equal(ours.state_dict(), one.state_dict())
+
+
 class SecondOrder(torch.optim.SGD):
     """Divides gradients by the diagonal of the Hessian, which it takes from the graph that backward has left."""
 

@@ -17,6 +17,10 @@ class RowCounts:
     def __init__(self) -> None:
         self._per_row: dict[str, float | None] = {}  # by path; None for what is no such count
 
+    def is_count(self, path: str) -> bool:
+        """Whether a number has counted rows in all batches so far."""
+        return self._per_row.get(path) is not None
+
     def begin_again(self, path: str, increments: Sequence[float], rows: Sequence[float]) -> bool:
         """Whether a number that has counted rows until now is taken back on a slice.
 
