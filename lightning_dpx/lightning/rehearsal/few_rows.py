@@ -32,7 +32,8 @@ class FewRows:
         self._replicas = replicas
         self.skipped: float = 0.0
         self._most_rows = 0
-        self._first: int | None = None  # of the rows that are taken where none are skipped; found when it is asked for
+        self._first: int | None = None  # of the rows that are taken; found when it is asked for
+        self._is_usual = True  # whether it is where the part that is skipped ends
 
     def keep_to_micro_batch(self) -> None:
         """Takes no more rows from here on than a micro-batch has, for which there is room; two at the least."""
@@ -91,12 +92,15 @@ class FewRows:
 
     def _num_before(self, sizes: tuple[int, ...]) -> int:
         rest = self._num_rows - sum(sizes)
-        if not self.skipped:
-            if self._first is None:
-                self._first = _first_of_unlike_rows(self._batch, self._num_rows, self.unequal_sizes(1))
-            return min(self._first, rest)
-        # By parts of what is left, so that any batch has such rows, however many it has.
-        return int(self.skipped * rest)
+        if self._first is None:
+            few = self.unequal_sizes(1)
+            # By parts of what is left, so that any batch has such rows, however many it has.
+            usual = int(self.skipped * (self._num_rows - sum(few)))
+            self._first = _first_of_unlike_rows(self._batch, self._num_rows, few, usual)
+            self._is_usual = self._first == usual
+        if self._is_usual:
+            return int(self.skipped * rest)
+        return min(self._first, rest)
 
     def _own(self, rows: Any) -> Any:
         """A step may write its batch in place; the real one must find what the loader gave."""
@@ -106,11 +110,11 @@ class FewRows:
             raise NotRehearsed(f"its batch cannot be copied ({in_one_line(error)})") from None
 
 
-def _first_of_unlike_rows(batch: Any, num_rows: int, sizes: tuple[int, ...]) -> int:
+def _first_of_unlike_rows(batch: Any, num_rows: int, sizes: tuple[int, ...], usual: int) -> int:
     """The first of a few rows some of which are rare in what is a whole number for each row, such as labels or flags.
 
-    In a batch that is sorted, or where most rows are of one class, those in front may be alike: a loss that weighs its
-    classes is a mean over such rows, and over no others.
+    In a batch that is sorted, or where most rows are of one class, the ``usual`` ones may be alike: a loss that weighs
+    its classes is a mean over such rows, and over no others.
     """
     taken = sum(sizes)
     rare: list[list[bool]] = []
@@ -118,19 +122,24 @@ def _first_of_unlike_rows(batch: Any, num_rows: int, sizes: tuple[int, ...]) -> 
         numbers = array.reshape(num_rows).tolist() if _is_one_number_a_row(array, num_rows) else []
         if numbers and all(map(_is_whole, numbers)):
             rare.append(_is_rare(numbers))
-    best = 0
-    most = sum(_first_change(flags) < taken for flags in rare)
+    best = usual
+    most = _num_unlike(rare, usual, taken)
     for flags in rare:
         change = _first_change(flags)
-        if change < taken or change == num_rows:
+        if change == num_rows or _num_unlike([flags], usual, taken):
             continue
         # The first row that is another one comes last in the first slice, so that no two slices are alike in this.
-        first = min(change - sizes[0] + 1, num_rows - taken)
-        unlike = sum(_first_change(other[first : first + taken]) < taken for other in rare)
+        first = max(0, min(change - sizes[0] + 1, num_rows - taken))
+        unlike = _num_unlike(rare, first, taken)
         if unlike > most:
             best = first
             most = unlike
     return best
+
+
+def _num_unlike(rare: list[list[bool]], first: int, taken: int) -> int:
+    """How many of these flags differ among the rows that are taken."""
+    return sum(_first_change(flags[first : first + taken]) < taken for flags in rare)
 
 
 def _is_rare(numbers: list[Any]) -> list[bool]:

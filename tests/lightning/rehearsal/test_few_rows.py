@@ -90,6 +90,22 @@ def test_rows_in_front_that_are_alike_leave_their_place_to_others(labels: list[f
     assert len(rows.whole(20)["labels"]) == 20
 
 
+@pytest.mark.parametrize(
+    ("labels", "skipped", "first"),
+    [
+        ([0] * 20, 0.5, 5),
+        ([0] * 17 + [1] + [0] * 2, 0.5, 11),  # they would be alike where half of the others are skipped
+        ([0] * 2 + [1] + [0] * 17, 1.0, 0),
+        ([0] * 8 + [1] + [0] * 11, 0.5, 5),
+    ],
+)
+def test_another_look_takes_no_rows_that_are_alike_either(labels: list[int], skipped: float, first: int) -> None:
+    rows = rows_of({"rows": torch.arange(40.0).reshape(20, 2), "labels": torch.tensor(labels)}, 20)
+    rows.skipped = skipped
+    assert rows.taken() == (first, (4, 5))
+    assert rows.whole(9)["rows"][0, 0] == 2 * first
+
+
 def test_rows_are_copies() -> None:
     batch = torch.zeros(5, 2)
     rows = rows_of(batch, 5)
