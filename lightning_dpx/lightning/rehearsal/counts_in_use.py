@@ -79,7 +79,8 @@ class CountsInUse:
             return None
         # By factors first, as levels lie thousands of rows apart or a few.
         while high - low > 1:
-            middle = (low + high) // 2 if high <= 2 * low else math.isqrt(low * high)
+            # At the least one further: the root of 1 times 3 is 1 again, for ever.
+            middle = (low + high) // 2 if high <= 2 * low else max(low + 1, math.isqrt(low * high))
             if self._changed(first, middle) <= by_row:
                 low = middle
             else:

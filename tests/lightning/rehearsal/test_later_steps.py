@@ -154,6 +154,14 @@ class LevelByRows(Model):
         return self.num_seen
 
 
+class LevelSoon(LevelByRows):
+    """The next level is three rows behind those of a check."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_seen = getattr(self, "num_seen", 0) + len(batch[0])
+        return self.loss([batch[0] * (1 + self.num_seen // 8), batch[1]])
+
+
 class LevelInABuffer(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -254,6 +262,13 @@ def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
     found, said = fitted(kind, devices, **options)
     assert WHOLE in said
     assert found == expected
+
+
+def test_the_search_for_a_level_ends_where_it_is_three_rows_further_on() -> None:
+    strategy = dpx.DPXStrategy(execution="inline")
+    trainer = make_trainer(max_epochs=1, devices=2, strategy=strategy)
+    with pytest.warns(UserWarning, match="It uses what it adds up in self.num_seen, .*: 3 further on, the loss is"):
+        trainer.fit(LevelSoon(), make_loader(6, 6))
 
 
 @pytest.mark.parametrize(("options", "devices"), WAYS)
