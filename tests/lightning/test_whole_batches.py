@@ -522,24 +522,26 @@ def test_a_count_that_begins_again_does_so_by_all_rows(kind: Any, execution: str
 
 
 class GoesRoundARing(BeginsAgain):
-    """Counts rows from 0 to 7 again and again, as the pointer of a queue does; two steps of five rows show no slice."""
+    """Counts rows from 0 again and again, as the pointer of a queue; in one of 8 two steps of 5 rows look alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
+        self.size = size
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.pointer[0] = (self.pointer + len(batch)) % 8
+        self.pointer[0] = (self.pointer + len(batch)) % self.size
         return self.loss(batch, "train")
 
 
-def test_a_pointer_that_a_look_has_seen_begin_again_does_so_by_all_rows(execution: str) -> None:
+@pytest.mark.parametrize(("size", "seen"), [(8, "has counted rows until now, and comes"), (9, "a whole number, comes")])
+def test_the_pointer_of_a_ring_begins_again_by_all_rows(size: int, seen: str, execution: str) -> None:
     loader = DataLoader(tensor(30), 6)  # type: ignore[arg-type]
-    one = GoesRoundARing()
+    one = GoesRoundARing(size)
     make_trainer(max_epochs=1).fit(one, loader)
-    ours = GoesRoundARing()
+    ours = GoesRoundARing(size)
     strategy = dpx.DPXStrategy(execution=execution)
-    with pytest.warns(UserWarning, match=r"self\.pointer has counted rows until now, and comes together .* no more"):
+    with pytest.warns(UserWarning, match=rf"whole, on the first .*self\.pointer,? {seen} together"):
         make_trainer(max_epochs=1, devices=2, strategy=strategy).fit(ours, loader)
     assert_equal(ours.state_dict(), one.state_dict())
 

@@ -4,6 +4,7 @@ import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,10 +28,13 @@ from lightning_dpx.lightning.rehearsal.outcome import (
     in_one_line,
     writes_parameters,
 )
+from lightning_dpx.lightning.whole_batches import COUNT_ELSEWHERE
 from lightning_dpx.replicas.merging.rules import Rule
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 
 _PARTS_OF_A_STEP = 100  # of what a step has added to a number: one of them short of it, the next step raises it again
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _KEEP_ELSEWHERE = (
     "For all devices to take part, compute it from self.all_gather(...) in the step, or in on_train_batch_end and its "
@@ -69,10 +73,12 @@ class SecondSteps:
         if found is None:
             return
         again, sliced = found
+        counts = _counts_of_rows(judge, first)
         of_news = _settle_numbers(judge, again, whole, out)
+        _settle_buffers(judge, again, out)
+        _refuse_rings(judge, counts)
         self._tell_extremes(judge, out, first, of_news)
         added_up = self._adding_up(out.kept, first, whole)
-        _settle_buffers(judge, again, out)
         # State was compared after the first step, and what steps keep differs by design.
         whole.state = {}
         sliced.state = {}
@@ -252,6 +258,43 @@ class SecondSteps:
 def _passed_on(out: Comparison, what: str) -> str:
     """What comes of slices that use what the one before has kept, as a sentence."""
     return f"A slice uses what the one before it has kept in {some_of(out.kept)}, of the same batch: {what}."
+
+
+def _counts_of_rows(judge: JudgingRules, first: Observation) -> list[str]:
+    """The whole numbers that slices have added their own parts to in a first step."""
+    numbers = judge.attributes.numbers
+    found = [path for path in numbers.fitting if Rule(kind="added") in numbers.fitting[path]]
+    found = [path for path in found if path not in numbers.equal and _is_whole_number(first.numbers[path])]
+    of_buffers = [name for name, rule in judge.buffers.items() if rule == "sum"]
+    return found + [name for name in of_buffers if _is_whole_number(first.state.get(name))]
+
+
+def _refuse_rings(judge: JudgingRules, counts: Sequence[str]) -> None:
+    """Refuses slices of a step that counts rows in a ring, such as the pointer of a queue.
+
+    What is made of the counts of slices once they have begun again may be an index that is out of bounds.
+
+    Args:
+        judge: Of both steps.
+        counts: What slices have added their rows to in the first step.
+
+    Raises:
+        SlicesFail: it is such a step.
+    """
+    known = judge.attributes.rebound | judge.buffers.keys()
+    rings = [path for path in counts if path not in known]
+    if rings:
+        raise SlicesFail(
+            f"What slices add to {some_of([f'self.{path}' for path in rings])}, a whole number, comes together in "
+            "a first step, and not in a second, as of a count that begins again.",
+            COUNT_ELSEWHERE,
+        )
+
+
+def _is_whole_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype in _INTEGERS and value.numel() == 1
+    return type(value) is int
 
 
 def _settle_numbers(judge: JudgingRules, again: JudgingRules, whole: Observation, out: Comparison) -> list[str]:
