@@ -168,6 +168,29 @@ class KnownRules:
                 lost.append(name)
         return lost
 
+    def narrow_numbers(self, key: Key, judge: JudgingRules, unstable: frozenset[str]) -> list[str]:
+        """Forgets the rules of attributes whose numbers come together by no rule on the rows of another look.
+
+        Args:
+            key: Of the step.
+            judge: Of the look.
+            unstable: What it could not compare.
+
+        Returns the attributes; what the first slice has is theirs from here on.
+        """
+        rules = self._rules[key].attributes
+        numbers = judge.attributes.numbers
+        lost: list[str] = []
+        for path, fitting in numbers.fitting.items():
+            # What all slices have like one device tells nothing of its rule.
+            is_known = bool(fitting) or path in numbers.equal or path not in rules.rebound
+            if is_known or not unstable.isdisjoint({f"state:{path}", f"structure:{path}"}):
+                continue
+            rules.rebound.discard(path)
+            rules.rules.pop(f"self.{path}", None)
+            lost.append(path)
+        return lost
+
     def _tell_late_sums(self, key: Key, findings: Mapping[str, Finding]) -> None:
         """Batches until here may have been averaged, where they had to be added."""
         kinds = {path: one.rules[0].kind for path, one in findings.items() if one.rules}

@@ -335,6 +335,7 @@ class Verification:
         rules.draws_once -= outcome.judge.draws_by_rows
         self._known.narrow(key, outcome)
         lost = self._known.narrow_buffers(key, outcome.judge, outcome.unstable)
+        lost += self._known.narrow_numbers(key, outcome.judge, outcome.unstable)
         counts = [name for name in lost if rules.attributes.row_counts.is_count(name)]
         if counts:
             # Later steps would use a count that one device never has, such as an index that is out of bounds.

@@ -302,6 +302,15 @@ class Best(Model):
         return loss
 
 
+class KeepsASpread(Model):
+    """Keeps a mean over rows at first, and from the second batch on their spread; nothing else tells of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first = batch[0][:, 0]
+        self.noted = float(first.std() if self.global_step else first.mean())
+        return self.loss(batch)
+
+
 class EndsTheRun(Model):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -369,6 +378,7 @@ class CountsPositions(Model):
         (SpreadByHand, "The batches that were checked before had shown nothing of it"),
         (NotesOnItsTrainer, "trainer.seen is 1 on one device, "),
         (Best, "self.best comes together from slices in a first step, and not in a second"),
+        (KeepsASpread, "self.noted comes together from slices no more"),
         (CountsPositions, "What its slices return cannot be put together"),
         (EndsTheRun, "has set trainer.should_stop on some of its slices, and not on all"),
     ],
