@@ -61,6 +61,11 @@ class MicroBatchChooser:
         # Nothing chosen includes a choice that a rehearsal took back: that is not made again.
         return bool(self.choices) and not self.session.strategy.planning.knows(slices)
 
+    def slices_in_one_piece(self, batch: Any) -> list[BatchSlice]:
+        """One slice of a batch for each device, none of them cut further."""
+        with self.session.replicas.partition.slices_in_one_piece(training=True):
+            return self.session.slices.of("training_step", batch)
+
     def numbers(
         self,
         slices: list[BatchSlice],

@@ -485,8 +485,8 @@ class MemoryPlanning:
             applied = apply_plan(replica.module, known_plan, watches=True)
             self._joint_calls.count_in(replica.device, applied)
 
-    def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> str:
-        """After a step that ran out of memory: plans that take less, or the first ones; says what they are.
+    def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> None:
+        """After a step that ran out of memory: plans that take less, or the first ones.
 
         Raises:
             BudgetError: nothing takes less.
@@ -501,7 +501,6 @@ class MemoryPlanning:
             self._joint_calls.plan_for(self.devices.decided)
             self._take_off(replicas)
             self._put_on(replicas)
-        return self.describe()
 
     def describe(self) -> str:
         """A summary of the plans, device by device, in words."""

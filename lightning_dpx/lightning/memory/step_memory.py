@@ -16,10 +16,10 @@ from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.example_input import profile_example
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
-from lightning_dpx.lightning.memory.out_of_memory import MEETS_OTHERS, OutOfMemory
+from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
+from lightning_dpx.lightning.memory.plan_tightening import PlanTightening
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
@@ -125,6 +125,7 @@ class StepMemory(NoStepMemory):
         self._evaluation = EvaluationCuts(session, planning)
         self._freed_gradients = FreedGradients(session)
         self._static = StaticOfSteps(session, self._freed_gradients)
+        self._tightening = PlanTightening(session, planning, self._static, self._micro_batches, self._plan)
 
     def begin_step(self) -> None:
         """Frees gradients that nothing needs, so that the room for a plan is looked at without them."""
@@ -156,7 +157,7 @@ class StepMemory(NoStepMemory):
         self._planning.rooms.free_what_counts(replicas, slices)
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:
-            slices = self._slices_of_devices(args[0])
+            slices = chooser.slices_in_one_piece(args[0])
         replicas.python_state.share()  # as the step itself would begin: every replica is profiled as it is by then
         with iterators_peeked(replicas.root.module) as peeked:
             run = ShadowRun(session, StepInput(slices, args, kwargs), peeked)
@@ -187,11 +188,6 @@ class StepMemory(NoStepMemory):
         if grows and not trains_more:
             session.strategy.announce(_NO_BOUND)
         return True
-
-    def _slices_of_devices(self, batch: Any) -> list[BatchSlice]:
-        """One for each device, none of them cut further."""
-        with self._session.replicas.partition.slices_in_one_piece(training=True):
-            return self._session.slices.of("training_step", batch)
 
     def choose_evaluation_micro_batches(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Looks at the first batch of an evaluation, and at larger ones."""
@@ -312,61 +308,8 @@ class StepMemory(NoStepMemory):
         """After a step that ran out of memory; says what the plans are now."""
         if self._step is None:
             return self._planning.advice()
-        known = self._step
-        session = self._session
-        # The memory of other processes has not run out, and they are somewhere in their steps.
-        alone = session.strategy.ranks.alone(MEETS_OTHERS)
-        with alone, iterators_peeked(session.replicas.root.module) as peeked:
-            run = ShadowRun(session, known, peeked)
-            try:
-                return self._planning.tighten(session.replicas, known.slices, run, self._static.of)
-            except BudgetError:
-                if not self._cut_further(known):
-                    raise
+        self._step = self._tightening.tighten(self._step)
         return self._planning.describe()
-
-    def _cut_further(self, step: StepInput) -> bool:
-        """Where no plan of the slices as they are fits: more micro-batches, if they are what one device gives.
-
-        Twice as many each time, down to single rows, until there is a plan for them. A number that was asked for stays.
-        """
-        session = self._session
-        replicas = session.replicas
-        chooser = self._micro_batches
-        # The number is the user's; or micro-batches were found not to be what one device gives.
-        is_named = session.options.micro_batches != "auto"
-        if is_named or chooser.is_left or chooser.why_in_one_piece(self._slices_of_devices(step.args[0])):
-            return False
-        while True:
-            # Single rows cannot be cut any further.
-            rows = [max(one.num_rows for one in here) for here in by_device(step.slices).values()]
-            if max(rows) < 2:
-                return False
-            recut = self._recut(step, [2 * number for number in replicas.partition.numbers(training=True)])
-            if recut is None:
-                return False
-            step = recut
-            try:
-                self._plan(step)
-            except BudgetError:
-                continue
-            return True
-
-    def _recut(self, step: StepInput, numbers: list[int]) -> StepInput | None:
-        """Cuts the slices of the step that runs, and rehearses it; what it runs on then, if they stay cut."""
-        session = self._session
-        # Noted before the rehearsal, which may take the number back by way of the chooser.
-        self._micro_batches.raised_to(max(numbers))
-        if not session.cut_slices(numbers):
-            return None
-        slices = session.training.rehearsed(
-            session.slices.of("training_step", step.args[0]), step.args, step.kwargs, is_known=True
-        )
-        recut = StepInput(slices, step.args, step.kwargs)
-        self._step = recut
-        if self._micro_batches.is_left:
-            return None
-        return recut
 
     # ---- what the first batch decides ----
 
