@@ -11,7 +11,7 @@ from lightning_dpx.errors import ConfigurationError, ReplicationError, some_of
 from lightning_dpx.lightning.changed_structure import give_trainer
 from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
-from lightning_dpx.lightning.memory.step_memory import StepMemory, note_shifts
+from lightning_dpx.lightning.memory.step_memory import PlannedStepMemory, note_shifts
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batch_steps import MicroBatchSteps
 from lightning_dpx.lightning.new_replicas import new_replicas, replicas_by_hand
@@ -74,7 +74,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     if replicas.partition.has_micro_batches:
         session.micro_batches = MicroBatchSteps(session)
     if strategy.plans_memory or options.chooses_shifts:
-        session.memory = StepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)
+        session.memory = PlannedStepMemory(session, planning, strategy.out_of_memory, strategy.hooks_mode)
     # Dynamo is not thread-safe, so compiled code never runs in several threads at once: see
     # _execution_of in replicas/replica_set.py.
     if len(set(replicas.devices)) > 1 and (compiled := compiled_names(module)):

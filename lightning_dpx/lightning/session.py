@@ -17,7 +17,7 @@ from lightning_dpx.lightning.changed_structure import follow_structure, remake_r
 from lightning_dpx.lightning.evaluation import EvaluationFlow
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
 from lightning_dpx.lightning.lightning_api import TrainerFn, pl
-from lightning_dpx.lightning.memory.step_memory import NoStepMemory
+from lightning_dpx.lightning.memory.step_memory import NoStepMemory, StepMemory
 from lightning_dpx.lightning.metrics.metric_watch import MetricWatch
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batch_steps import MicroBatchSteps
@@ -83,7 +83,7 @@ class Session(Run):
         self.batches: StepBatches = StepBatches(self)
         self.gradient_hooks: GradientHooks = GradientHooks()
         self.settings: OptimizerSettings = OptimizerSettings(strategy)
-        self.memory: NoStepMemory = NoStepMemory()
+        self.memory: StepMemory = NoStepMemory()
         self.micro_batches: MicroBatchSteps | None = None
         self.slices: Slices = Slices(self)
         self.threads: ThreadChoice = ThreadChoice(self)

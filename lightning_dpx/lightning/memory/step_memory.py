@@ -1,6 +1,7 @@
 """What is done about memory round the steps of a session: shifts and plans of the first batch, steps taken again.
 
-A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :class:`NoStepMemory`, which does nothing.
+A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :class:`NoStepMemory`, which does nothing;
+the others have :class:`PlannedStepMemory`. What a session knows of either is :class:`StepMemory`.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,11 +41,16 @@ _NO_BOUND = (
 Forward = Callable[[list[BatchSlice], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class NoStepMemory:
-    """Nothing is asked about memory, and nothing is done about it."""
+class StepMemory:
+    """What is done about memory round the steps of a session; each hook does nothing unless it is overridden.
 
-    is_on = False
-    repeats_steps = False
+    Attributes:
+        is_on: Whether anything may be done, so that steps cannot take shorter ways.
+        repeats_steps: Whether a step that ran out of memory runs again.
+    """
+
+    is_on: bool
+    repeats_steps: bool
 
     def begin_step(self) -> None:
         """A training step begins."""
@@ -92,7 +98,14 @@ class NoStepMemory:
         """At setup, before any data is loaded."""
 
 
-class StepMemory(NoStepMemory):
+class NoStepMemory(StepMemory):
+    """Nothing is asked about memory, and nothing is done about it."""
+
+    is_on = False
+    repeats_steps = False
+
+
+class PlannedStepMemory(StepMemory):
     """Shifts and plans what must be before a step, and takes steps again that ran out of memory.
 
     Args:
