@@ -11,7 +11,8 @@ from lightning_dpx.errors import ConfigurationError, ReplicationError, some_of
 from lightning_dpx.lightning.changed_structure import give_trainer
 from lightning_dpx.lightning.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
-from lightning_dpx.lightning.memory.step_memory import PlannedStepMemory, note_shifts
+from lightning_dpx.lightning.memory.auto_shift import note_shifts
+from lightning_dpx.lightning.memory.planned_step_memory import PlannedStepMemory
 from lightning_dpx.lightning.metrics.metrics import ReplicaMetrics
 from lightning_dpx.lightning.micro_batch_steps import MicroBatchSteps
 from lightning_dpx.lightning.new_replicas import new_replicas, replicas_by_hand

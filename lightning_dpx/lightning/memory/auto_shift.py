@@ -17,7 +17,7 @@ from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, UncuttableBatch
-from lightning_dpx.shifting import Part, Shift, apply_shift, choose_parts, parts_of, scaled
+from lightning_dpx.shifting import BetweenSteps, Part, Shift, applied_shift, apply_shift, choose_parts, parts_of, scaled
 from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import format_mib
 
@@ -209,3 +209,10 @@ def states_of(optimizer: Any) -> int:
             return 1
         return 0
     return 2  # nobody knows: as many as Adam keeps
+
+
+def note_shifts(replicas: Sequence[Replica], hooks_mode: BetweenSteps | None) -> None:
+    """From now on, hooks may use parameters of both sides of these cuts at once."""
+    if hooks_mode is not None:
+        found = [applied_shift(replica.module) for replica in replicas]
+        hooks_mode.pairs = [(shift.source, shift.target) for shift in found if shift is not None]
