@@ -19,6 +19,7 @@ from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory
+from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import Call
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
@@ -31,8 +32,6 @@ from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning_dpx.lightning.session import Session
 
 
@@ -69,22 +68,23 @@ class EvaluationCuts:
     Args:
         session: Whose steps.
         planning: Has the budgets.
+        static: What a training step of slices needs beside its activations.
     """
 
-    def __init__(self, session: "Session", planning: MemoryPlanning) -> None:
+    def __init__(self, session: "Session", planning: MemoryPlanning, static: StaticOfSteps) -> None:
         self._session = session
         self._planning = planning
+        self._static = static
         self._known: dict[tuple[str, int], KnownShapes] = defaultdict(KnownShapes)
         self._why_cut = ""  # of the evaluation that was cut last
 
-    def cut(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], static: "Callable[..., Any]") -> bool:
+    def cut(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether slices of this stage are cut further from here on.
 
         Args:
             name: Of the step.
             args: What Lightning calls it with.
             kwargs: The arguments that it gives by name.
-            static: What a training step of slices needs beside its activations.
         """
         session = self._session
         known = self._known[name, loader_index(args)]
@@ -106,7 +106,7 @@ class EvaluationCuts:
         needs = self._measured(call)
         if needs is None:
             return False
-        return self._cut(name, needs, slices if len(slices) > 1 else [_with_rows(slices[0], num_rows)], static)
+        return self._cut(name, needs, slices if len(slices) > 1 else [_with_rows(slices[0], num_rows)])
 
     def _stays_whole(self, name: str) -> bool:
         """Whether it is known without looking that this stage cannot be cut, or not now."""
@@ -157,9 +157,7 @@ class EvaluationCuts:
         returned = [leaf for leaf in tree_leaves(seen.output) if isinstance(leaf, torch.Tensor)]
         return trace.peak_of_passing(), sum(leaf.nbytes for leaf in returned if leaf.device == device)
 
-    def _cut(
-        self, name: str, needs: EvaluationBytes, slices: list[BatchSlice], static: "Callable[..., StaticMemory]"
-    ) -> bool:
+    def _cut(self, name: str, needs: EvaluationBytes, slices: list[BatchSlice]) -> bool:
         session = self._session
         partition = session.replicas.partition
         numbers = list(partition.numbers(training=False))
@@ -167,7 +165,7 @@ class EvaluationCuts:
         said: list[str] = []
         for home, here in by_device(slices).items():
             # Without a fit there will be no gradients and no optimizer state.
-            held = static(slices).between_steps(home) if trains else StaticMemory(slices).present(home)
+            held = self._static.of(slices).between_steps(home) if trains else StaticMemory(slices).present(home)
             # Replicas that share the device may be at their peaks at once.
             room = (self._planning.budgets.limit(home, session.replicas.devices) - held) // len(here)
             rows = here[0].num_rows

@@ -8,65 +8,140 @@ The rehearsal of micro-batches is that of replicas: slices of unequal size besid
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.part_profiles import PartProfiles
+from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import TriedSteps, by_device
 from lightning_dpx.lightning.memory.profiling import devices_of
+from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_loss import NoLossError
+from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.memory import BesideActivations, MemoryPlan, MicroBatchChoice, Profile, plan_in_micro_batches
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
+from lightning_dpx.replicas.shared_iterators import iterators_peeked
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
 
+_NO_BOUND = (
+    "dpx: memory no longer bounds the batch: a larger one is cut into more micro-batches. What looks for the largest "
+    "batch that fits (BatchSizeFinder) ends at its max_trials or max_val, or at the size of the data set."
+)
 RoomOf = Callable[[torch.device], int]  # bytes of activations that one replica there is allowed
 BesideOf = Callable[[torch.device], BesideActivations]
 
 
-@dataclass(slots=True)
 class MicroBatchChooser:
     """Chooses for the training steps of a session: of the first batch, and of each that is larger than any before.
 
     Args:
         session: Whose.
+        planning: Has the budgets, and plans what is chosen.
+        static: What a step needs beside its activations.
+        freed_gradients: Looks at the step.
 
     Attributes:
-        is_open: Whether nothing is decided yet.
-        choices: By device, what was chosen.
-        tried: The steps that were profiled.
         is_left: Whether a rehearsal has found that micro-batches are not what one device gives.
-        why_whole: What stood in the way of micro-batches, until it is said.
     """
 
-    session: "Session"
-    is_open: bool = True
-    choices: dict[torch.device, MicroBatchChoice] = field(default_factory=dict)
-    tried: TriedSteps = field(default_factory=dict)
-    is_left: bool = False
-    why_whole: str = ""
-    _raised: int = 0  # the number that a step out of memory was given
+    def __init__(
+        self, session: "Session", planning: MemoryPlanning, static: StaticOfSteps, freed_gradients: FreedGradients
+    ) -> None:
+        self.is_left: bool = False
+        self._session = session
+        self._planning = planning
+        self._static = static
+        self._freed_gradients = freed_gradients
+        self._choices: dict[torch.device, MicroBatchChoice] = {}
+        self._tried: TriedSteps = {}  # the steps that were profiled
+        self._why_whole = ""  # what stood in the way of micro-batches, until it is said
+        self._is_open = True  # nothing is decided yet
+        self._raised = 0  # the number that a step out of memory was given
 
-    def has_chosen_for_less(self, slices: list[BatchSlice]) -> bool:
+    def choose(self, step: StepInput) -> bool:
+        """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
+
+        Chosen again where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed
+        for the smaller ones.
+
+        Returns:
+            Whether there are more from this step on; replicas were then made for them.
+
+        Raises:
+            BudgetError: the budget cannot be met, whatever the number.
+        """
+        session = self._session
+        planning = self._planning
+        replicas = session.replicas
+        planning.without_loss.begin_step()
+        trains_more = planning.note_trained_parameters(replicas)
+        grows = self._has_chosen_for_less(step.slices)
+        is_undecided = (self._is_open or grows) and not planning.without_loss.skips_profile
+        if not session.options.chooses_micro_batches or not is_undecided:
+            return False
+        planning.end_plan()  # the profiles of a choice take more than any plan allows
+        # What is there in reference cycles only is no reason for more micro-batches.
+        planning.rooms.free_what_counts(replicas, step.slices)
+        # The choice is among numbers for whole slices, and these are parts of an earlier choice.
+        if replicas.cuts_slices:
+            step = StepInput(self.slices_in_one_piece(step.args[0]), step.args, step.kwargs)
+        present = replicas.partition.numbers(training=True)
+        numbers = list(map(max, self._profiled_numbers(step), present))
+        is_cut = numbers != list(present) and session.cut_slices(numbers)
+        # The plan that follows needs these very profiles; without them every
+        # step would run once more.
+        planning.micro_batches.tried = self._tried
+        if not is_cut:
+            return False
+        # After the cut: making replicas anew removes the plans, and forgets
+        # the costs along with them.
+        planning.micro_batches.cut_costs = {device: choice.cut_share for device, choice in self._choices.items()}
+        if grows and not trains_more:
+            session.strategy.announce(_NO_BOUND)
+        return True
+
+    def _profiled_numbers(self, step: StepInput) -> list[int]:
+        """The numbers for a step, by profiles of it on a shadow."""
+        slices = step.slices
+        replicas = self._session.replicas
+        rooms = self._planning.rooms
+        replicas.python_state.share()  # as the step itself would begin: every replica is profiled as it is by then
+        with iterators_peeked(replicas.root.module) as peeked:
+            run = ShadowRun(self._session, step, peeked)
+            self._freed_gradients.look(slices[0], run)
+            static = self._static.of(slices)
+            return self._numbers(
+                slices,
+                run,
+                partial(rooms.room_of_replica, replicas, slices, static),
+                self._planning.planner,
+                partial(self._static.beside_micro_batches, slices, static),
+                partial(rooms.explain_micro_batches, replicas, slices, static),
+                counts_gradients=static.frees_gradients,
+            )
+
+    def _has_chosen_for_less(self, slices: list[BatchSlice]) -> bool:
         """Whether what was chosen, and was not taken back, was for smaller slices than one of these."""
         # Nothing chosen includes a choice that a rehearsal took back: that is not made again.
-        return bool(self.choices) and not self.session.strategy.planning.knows(slices)
+        return bool(self._choices) and not self._planning.knows(slices)
 
     def slices_in_one_piece(self, batch: Any) -> list[BatchSlice]:
         """One slice of a batch for each device, none of them cut further."""
-        with self.session.replicas.partition.slices_in_one_piece(training=True):
-            return self.session.slices.of("training_step", batch)
+        with self._session.replicas.partition.slices_in_one_piece(training=True):
+            return self._session.slices.of("training_step", batch)
 
-    def numbers(
+    def _numbers(
         self,
         slices: list[BatchSlice],
         run: Step,
@@ -91,14 +166,14 @@ class MicroBatchChooser:
         Raises:
             BudgetError: a budget cannot be met, whatever the number.
         """
-        self.is_open = False
+        self._is_open = False
         # Profiles are known by their rows alone, and this batch may have
         # other shapes than the last.
-        self.tried = {}
-        devices = self.session.replicas.devices
+        self._tried = {}
+        devices = self._session.replicas.devices
         # Before any profile, as a profile of a large step takes a while.
-        self.why_whole = self.why_in_one_piece(slices)
-        if self.why_whole:
+        self._why_whole = self.why_in_one_piece(slices)
+        if self._why_whole:
             return [1] * len(devices)
         # A device is as full as its largest slice makes it.
         largest = {home: here[0] for home, here in by_device(slices).items()}
@@ -106,29 +181,29 @@ class MicroBatchChooser:
             for home, batch_slice in largest.items():
                 room = room_of(home)
                 try:
-                    self.choices[home] = self._choice(
+                    self._choices[home] = self._choice(
                         batch_slice, run, room, planner, beside_of(home), counts_gradients=counts_gradients
                     )
                 except BudgetError as error:
                     explain(error, home, self._least_in_one_piece(batch_slice.num_rows, room, planner))
                     raise
         except UncuttableBatch as error:
-            self.why_whole = error.reason
-            self.choices.clear()
+            self._why_whole = error.reason
+            self._choices.clear()
         except NoLossError:
-            self.is_open = True  # the next step may return a loss
-        return [self.choices[device].candidate.number if device in self.choices else 1 for device in devices]
+            self._is_open = True  # the next step may return a loss
+        return [self._choices[device].candidate.number if device in self._choices else 1 for device in devices]
 
     def say_why_whole(self, plans: Iterable[MemoryPlan]) -> None:
         """Says what stood in the way of micro-batches; not where everything fits, as there would be none."""
         # Said after planning, as only the plans tell whether micro-batches would have helped.
-        if self.why_whole and not all(plan.keeps_all for plan in plans):
-            rank_zero_info(f"dpx: training steps stay whole, where micro-batches may be faster: {self.why_whole}")
-        self.why_whole = ""
+        if self._why_whole and not all(plan.keeps_all for plan in plans):
+            rank_zero_info(f"dpx: training steps stay whole, where micro-batches may be faster: {self._why_whole}")
+        self._why_whole = ""
 
     def why_in_one_piece(self, slices: list[BatchSlice]) -> str:
         """What stands in the way of micro-batches, known before anything is profiled."""
-        session = self.session
+        session = self._session
         if not session.module.automatic_optimization:
             return "they optimize by hand."
         if session.shifts:
@@ -158,10 +233,10 @@ class MicroBatchChooser:
         *,
         counts_gradients: bool,
     ) -> MicroBatchChoice:
-        session = self.session
+        session = self._session
         module = session.replicas.root.module
-        cache = session.strategy.planning.cache
-        parts = PartProfiles(session, batch_slice, run, self.tried, counts_gradients=counts_gradients)
+        cache = self._planning.cache
+        parts = PartProfiles(session, batch_slice, run, self._tried, counts_gradients=counts_gradients)
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(module, profile, planner, budget)
@@ -184,29 +259,29 @@ class MicroBatchChooser:
                 error.add_note(f"More micro-batches might need less, but {why}.")
             raise
         if choice.candidate.number == 1 and parts.failed:
-            self.why_whole = parts.failed[-1]
+            self._why_whole = parts.failed[-1]
         return choice
 
     def _least_in_one_piece(self, rows: int, room: int, planner: Any) -> int | None:
         """Bytes of activations that a step of all rows needs at least; ``None`` where that is not known."""
-        session = self.session
-        whole = self.tried.get((rows, keeps_gradients(session.trainer)))
+        session = self._session
+        whole = self._tried.get((rows, keeps_gradients(session.trainer)))
         if whole is None:
             return None
         try:
-            session.strategy.planning.cache.plan_profile(session.replicas.root.module, whole, planner, room)
+            self._planning.cache.plan_profile(session.replicas.root.module, whole, planner, room)
         except BudgetError as error:
             return error.smallest
         return None
 
     def stay_whole(self, reason: str) -> None:
         """Leaves steps in one piece; the reason is told once a plan shows that it matters."""
-        self.is_open = False
-        self.why_whole = reason
+        self._is_open = False
+        self._why_whole = reason
 
     def raised_to(self, number: int) -> None:
         """Notes the number for a step out of memory, which a rehearsal may take back."""
-        self.is_open = False
+        self._is_open = False
         self._raised = number
 
     def leave(self, name: str, reason: str) -> bool:
@@ -220,9 +295,9 @@ class MicroBatchChooser:
             Whether they had been chosen here; what the user chose stays.
         """
         del name  # training steps alone
-        session = self.session
+        session = self._session
         # Nothing was chosen here: a number that the user named stays, whatever the rehearsal found.
-        if not (self.choices or self._raised) or not session.replicas.partition.has_micro_batches:
+        if not (self._choices or self._raised) or not session.replicas.partition.has_micro_batches:
             return False
         self.is_left = True
         if self._raised:
@@ -232,9 +307,9 @@ class MicroBatchChooser:
             )
             session.cut_slices([1] * len(session.replicas.devices))
             return True
-        expected = max(choice.share for choice in self.choices.values())
-        number = max(choice.candidate.number for choice in self.choices.values())
-        self.choices.clear()
+        expected = max(choice.share for choice in self._choices.values())
+        number = max(choice.candidate.number for choice in self._choices.values())
+        self._choices.clear()
         rank_zero_info(
             f"dpx: {number} micro-batches would be {expected:.2f} x the time of a plain step, but {reason} "
             "So the step stays in one piece, with a memory plan for all of its rows; "

@@ -5,7 +5,6 @@ step out of memory --a plan for less, or the first one--> fits: the same slices 
                                                                                         none does: BudgetError
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning_dpx.errors import BudgetError
@@ -15,6 +14,7 @@ from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
+from lightning_dpx.lightning.memory.step_planner import StepPlanner
 from lightning_dpx.replicas.shared_iterators import iterators_peeked
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class PlanTightening:
         planning: Has the plans.
         static: What a step needs beside its activations.
         micro_batches: Knows why slices stay in one piece, and is told of the numbers that are made here.
-        plan: Profiles and plans a step whose slices were cut anew.
+        planner: Profiles and plans a step whose slices were cut anew.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class PlanTightening:
         planning: MemoryPlanning,
         static: StaticOfSteps,
         micro_batches: MicroBatchChooser,
-        plan: Callable[[StepInput], None],
+        planner: StepPlanner,
     ) -> None:
         self._session = session
         self._planning = planning
         self._static = static
         self._micro_batches = micro_batches
-        self._plan = plan
+        self._planner = planner
 
     def tighten(self, step: StepInput) -> StepInput:
         """After this step ran out of memory: what it is repeated on, with a plan that takes less.
@@ -88,7 +88,7 @@ class PlanTightening:
                 return None
             step = recut
             try:
-                self._plan(step)
+                self._planner.plan(step)
             except BudgetError:
                 continue
             return step

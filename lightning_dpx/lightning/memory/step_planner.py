@@ -1,0 +1,176 @@
+"""Plans memory for the step that a session is about to take: on a shadow, before the step allocates anything."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_dpx.devices import is_host
+from lightning_dpx.errors import BudgetError
+from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature, rank_zero_warn
+from lightning_dpx.lightning.lightning_compat import before_batch_transfer
+from lightning_dpx.lightning.memory.example_input import profile_example
+from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
+from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
+from lightning_dpx.lightning.memory.peak_check import is_worth_telling
+from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
+from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
+from lightning_dpx.lightning.memory.update_memory import bytes_of_update
+from lightning_dpx.replicas import BatchSlice, Replica
+from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
+from lightning_dpx.replicas.shared_iterators import iterators_peeked
+from lightning_dpx.units import format_mib
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+
+
+class StepPlanner:
+    """Has the steps of a session planned where they need it.
+
+    Args:
+        session: Whose steps.
+        planning: Makes plans from profiles, and has those that are followed.
+        static: What a step needs beside its activations.
+        freed_gradients: Looks at the step that is planned.
+        micro_batches: Chooses them for an example batch, and says after a plan why slices stay whole.
+    """
+
+    def __init__(
+        self,
+        session: "Session",
+        planning: MemoryPlanning,
+        static: StaticOfSteps,
+        freed_gradients: FreedGradients,
+        micro_batches: MicroBatchChooser,
+    ) -> None:
+        self._session = session
+        self._planning = planning
+        self._static = static
+        self._freed_gradients = freed_gradients
+        self._micro_batches = micro_batches
+        self._has_told_of_update = False
+
+    def before_step(self, step: StepInput) -> None:
+        """Plans what no earlier batch has shown, and looks whether the plans still have their room.
+
+        Raises:
+            PlanError: a budget cannot be met.
+        """
+        replicas = self._session.replicas
+        accumulates_otherwise = self._freed_gradients.accumulation_changes()
+        if accumulates_otherwise:
+            self._planning.expect_other_steps()
+        if self._needs_plan(step.slices):
+            # As the step itself would begin, so that a profile takes the same branches.
+            replicas.python_state.share()
+            try:
+                self.plan(step)
+            except BudgetError as error:
+                if not accumulates_otherwise:
+                    raise
+                # A run that has trained is not ended by that.
+                self._planning.keep_plan_for(step.slices)
+                rank_zero_warn(
+                    "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
+                    f"{self._planning.budgets.option}: {error}"
+                )
+        self._planning.plan_joint_calls(replicas, step.slices, self._static.of)
+        self._planning.confirm(replicas, step.slices, self._static.of)
+
+    def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
+        """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
+        # Noted by all, also by those that need no plan.
+        self._planning.note_last_step(self._session.replicas)
+        mine = self._planning.needs_plan(slices)
+        # Then only a process that ran out of memory plans, which the others know
+        # nothing of and cannot answer.
+        if not self._planning.rooms.is_given:
+            return mine
+        return self._session.strategy.reduce_boolean_decision(mine, all=False)
+
+    def plan(self, step: StepInput, source: str = "") -> None:
+        """Profiles the step on a shadow, before it allocates anything, and plans its memory.
+
+        Args:
+            step: What it runs on.
+            source: Where that comes from, if it is no batch of the run.
+        """
+        replicas = self._session.replicas
+        cut = self._session.micro_batches
+        # A share of the step's time, which the plan is announced with.
+        self._planning.micro_batches.run_forward_twice = (
+            cut is not None and cut.two_passes is not None and replicas.cuts_slices
+        )
+        with iterators_peeked(replicas.root.module) as peeked:
+            run = ShadowRun(self._session, step, peeked)
+            self._freed_gradients.look(step.slices[0], run)
+            self._planning.decide(replicas, step.slices, run, self._static.of, source=source)
+        self._micro_batches.say_why_whole(self._planning.plans.values())
+        self._tell_of_update(step.slices)
+
+    def _tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
+        """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later."""
+        on_host = [device for device in self._planning.plans if is_host(device)]
+        if self._has_told_of_update or not on_host:
+            return
+        taken = bytes_of_update(self._session.strategy.optimizers)
+        static = self._static.of(slices)
+        for device in on_host:
+            _, limit = self._planning.forecast(device)
+            needed = static.between_steps(device) + taken
+            if limit and is_worth_telling(needed, limit):
+                self._has_told_of_update = True
+                rank_zero_warn(
+                    f"dpx: a step of the optimizer takes {format_mib(taken)} on {device} while it runs: with "
+                    f"parameters, gradients and states that is {format_mib(needed)}, where "
+                    f"{self._planning.budgets.option} allows "
+                    f"{format_mib(limit)}. Least is taken with fused=True or foreach=False."
+                )
+
+    # ---- at setup ----
+
+    def plan_ahead(self) -> None:
+        """Before any data is loaded: a budget that cannot be met is refused, an example batch is planned.
+
+        Raises:
+            PlanError: the budget cannot be met.
+        """
+        example = self._session.options.example_batch
+        replicas = self._session.replicas
+        precision = self._session.strategy.precision_plugin
+
+        def profiles_of(replica: Replica) -> Any:
+            if example is not None:
+                return []
+            counts = self._freed_gradients.are_freed
+            return profile_example(replicas, replica, precision, counts_gradients=counts)
+
+        self._planning.check_feasible(replicas, self._static.of, profiles_of)
+        if example is None:
+            return
+        batch = before_batch_transfer(self._session.module, precision.convert_input(example))
+        try:
+            self._plan_example_batch(batch)
+        except BaseException as error:
+            error.add_note(
+                "It happened at setup, where memory is planned from example_batch, before on_fit_start and "
+                "on_train_start; without it the first batch is planned."
+            )
+            raise
+        finally:
+            # An example batch is no batch of the run: a first batch that is smaller must
+            # not count as a short one.
+            replicas.partition.forget_usual_rows()
+
+    def _plan_example_batch(self, batch: Any) -> None:
+        session = self._session
+        # As Lightning calls it: a step that takes no index gets none.
+        index = (0,) if is_param_in_hook_signature(session.module.training_step, "batch_idx", min_args=2) else ()
+        args = (batch, *index)
+        norms = batch_norms_by_slice(session.replicas.root.module)
+        if norms:  # nothing is rehearsed before the first batch, and that is what its rehearsal would find
+            self._micro_batches.stay_whole(f"{', '.join(norms[:3])} would normalize by micro-batch.")
+        slices = session.slices.of("training_step", batch)
+        if self._micro_batches.choose(StepInput(slices, args, {})):
+            slices = session.slices.of("training_step", batch)
+        self.plan(StepInput(slices, args, {}), "example_batch")
