@@ -284,17 +284,15 @@ class MicroBatchChooser:
         self._is_open = False
         self._raised = number
 
-    def leave(self, name: str, reason: str) -> bool:
+    def leave(self, reason: str) -> bool:
         """Takes a choice back after a rehearsal: micro-batches are not what one device gives.
 
         Args:
-            name: Of the step.
             reason: What speaks against them, in a sentence that begins with "they".
 
         Returns:
             Whether they had been chosen here; what the user chose stays.
         """
-        del name  # training steps alone
         session = self._session
         # Nothing was chosen here: a number that the user named stays, whatever the rehearsal found.
         if not (self._choices or self._raised) or not session.replicas.partition.has_micro_batches:

@@ -77,8 +77,9 @@ class PlannedStepMemory(StepMemory):
 
     def leave_micro_batches(self, name: str, reason: str) -> bool:
         """Takes back micro-batches that were chosen here; a number that the user gave stays."""
-        cuts = self._micro_batches if name == "training_step" else self._evaluation
-        return cuts.leave(name, reason)
+        if name == "training_step":
+            return self._micro_batches.leave(reason)
+        return self._evaluation.leave(name, reason)
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, whose ``dataloader_iter`` gives every run of a step the same batches."""
