@@ -51,7 +51,7 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     # chosen, so each gets a budget.
     automatic = [*spare_devices(list(replicas.devices)), torch.device("cpu")]
     elsewhere = automatic if options.chooses_shifts else list(options.device_shifts.values())
-    planning.budgets.place(replicas.devices, elsewhere)
+    planning.rooms.budgets.place(replicas.devices, elsewhere)
     planning.follow_given(replicas)
     several = strategy.num_processes > 1
     if several:

@@ -80,7 +80,7 @@ class Run:
     @property
     def has_contexts(self) -> bool:
         """Whether anything is shifted or planned, so that :meth:`context` is more than nothing."""
-        return self.shifts or bool(self.strategy.planning.plans)
+        return self.shifts or bool(self.strategy.planning.devices.plans)
 
     def context(self, module: Module) -> AbstractContextManager[None]:
         """Whatever runs a replica's own step runs in here: shifted, and with the memory plan."""

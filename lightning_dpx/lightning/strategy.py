@@ -192,7 +192,7 @@ class DPXStrategy(HookedStrategy):
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
         """As given, a text as bytes."""
-        budget: dict[str, int | float | str] | int | float | str | None = self.planning.budgets.given
+        budget: dict[str, int | float | str] | int | float | str | None = self.planning.rooms.budgets.given
         return budget
 
     @property
@@ -220,11 +220,11 @@ class DPXStrategy(HookedStrategy):
     @property
     def memory_plans(self) -> dict[torch.device, tuple[MemoryPlan, Profile | None]]:
         """By device, the plan that is followed, and the step that it was made from if it was made here."""
-        return {device: (plan, self.planning.profiles.get(device)) for device, plan in self.planning.plans.items()}
+        return self.planning.devices.plans_and_profiles()
 
     def planned_activations(self, device: torch.device) -> tuple[int, int]:
         """Bytes of activations that the memory plan predicts on ``device`` at their peak, and its budget for all."""
-        return self.planning.activations(device)
+        return self.planning.devices.activations(device)
 
     def check_replicas(self) -> None:
         """Compares the parameters of all replicas with those of your module, to the bit.

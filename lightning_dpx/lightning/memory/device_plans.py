@@ -107,6 +107,10 @@ class DevicePlans:
                 self.plans[device] = plan
                 self.profiles[device] = decided.seen[decided.worst[index]].profiles[index]
 
+    def plans_and_profiles(self) -> dict[torch.device, tuple[MemoryPlan, Profile | None]]:
+        """By device, what is followed, and the step that leaves least room there, where one was profiled."""
+        return {device: (plan, self.profiles.get(device)) for device, plan in self.plans.items()}
+
     def describe(self) -> str:
         """A summary of the plans, device by device, in words."""
         return "; ".join(f"on {device}, {summary(plan)}" for device, plan in self.plans.items())

@@ -167,12 +167,12 @@ class EvaluationCuts:
             # Without a fit there will be no gradients and no optimizer state.
             held = self._static.of(slices).between_steps(home) if trains else StaticMemory(slices).present(home)
             # Replicas that share the device may be at their peaks at once.
-            room = (self._planning.budgets.limit(home, session.replicas.devices) - held) // len(here)
+            room = (self._planning.rooms.budgets.limit(home, session.replicas.devices) - held) // len(here)
             rows = here[0].num_rows
             number = needs.least_number(rows, room)
             takes = (
                 f"{name} on {rows} rows takes {format_bytes(needs.peak(rows))} on {home}, where "
-                f"{format_bytes(max(0, room))} are left by {self._planning.budgets.option}"
+                f"{format_bytes(max(0, room))} are left by {self._planning.rooms.budgets.option}"
             )
             # Over its budget, as one device would be: no evaluation is refused.
             if number is None:

@@ -40,7 +40,7 @@ class FirstStepShifts:
         session.step.close()  # its hooks hold on to where the parameters were
         with iterators_peeked(replicas.root.module) as peeked:
             run = ShadowRun(session, step, peeked)
-            budgets = self._planning.budgets
+            budgets = self._planning.rooms.budgets
             shift_what_does_not_fit(replicas, step.slices, run, session.strategy.optimizers, budgets)
         # Hooks between steps were entered at launch, before anything was known of these shifts.
         note_shifts(replicas.replicas, self._hooks_mode)

@@ -90,7 +90,7 @@ class MicroBatchChooser:
         is_undecided = (self._is_open or grows) and not planning.without_loss.skips_profile
         if not session.options.chooses_micro_batches or not is_undecided:
             return False
-        planning.end_plan()  # the profiles of a choice take more than any plan allows
+        planning.peaks.end_plan()  # the profiles of a choice take more than any plan allows
         # What is there in reference cycles only is no reason for more micro-batches.
         planning.rooms.free_what_counts(replicas, step.slices)
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.

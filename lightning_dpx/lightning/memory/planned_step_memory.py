@@ -91,7 +91,7 @@ class PlannedStepMemory(StepMemory):
 
     def begin_epoch(self) -> None:
         """Callbacks may have made copies, for which there is no room in a plan."""
-        self._planning.begin_epoch()
+        self._planning.room_checks.ask()
 
     def before_step(self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decides, of the first batch and of larger ones, what is shifted and recomputed.
@@ -103,7 +103,7 @@ class PlannedStepMemory(StepMemory):
         # Shifts first: a plan is made for the parts that each device has by then.
         self._shifts.before_step(self._step)
         self._planner.before_step(self._step)
-        self._planning.begin_step()
+        self._planning.peaks.begin_step(self._planning.devices.plans)
         self._runs_step = True
 
     def end_step(self) -> None:
@@ -135,7 +135,8 @@ class PlannedStepMemory(StepMemory):
         session = self._session
         step = self._session.step
         known = self._step
-        self._planning.end_forward(session.replicas)
+        # Told before the backward, in which such a step exceeds the budget.
+        self._planning.joint_calls.end_forward(session.replicas, self._planning.rooms.budgets.option)
         if self._runs_step or session.module.automatic_optimization:
             self._planning.without_loss.note_loss()
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
@@ -160,18 +161,18 @@ class PlannedStepMemory(StepMemory):
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
-        self._planning.end_backward()
+        self._planning.peaks.end_backward()
 
     def end_update(self) -> None:
         """Compares what was there at a time with the budgets."""
-        self._planning.end_update()
+        self._planning.peaks.end_update()
 
     def _tighten(self) -> str:
         """After a step that ran out of memory; says what the plans are now."""
         if self._step is None:
             return self._planning.advice()
         self._step = self._tightening.tighten(self._step)
-        return self._planning.describe()
+        return self._planning.devices.describe()
 
     def plan_ahead(self) -> None:
         """At setup, before any data is loaded: a budget that cannot be met is refused, an example batch is planned.

@@ -11,7 +11,6 @@ from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
-from lightning_dpx.lightning.memory.budgets import Budgets
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
@@ -64,6 +63,9 @@ class MemoryPlanning:
         micro_batches: What is known of those of the batch that is planned next.
         cache: What earlier runs have found.
         without_loss: Counts training steps that return no loss.
+        room_checks: When to look whether devices still have the room that plans count on.
+        peaks: What steps take, beside what was predicted.
+        joint_calls: Steps that call more of the module together than any that was profiled.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
@@ -87,30 +89,15 @@ class MemoryPlanning:
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self.micro_batches: MicroBatchFigures = MicroBatchFigures()
         self._shapes = KnownShapes()
-        self._room_checks = RoomCheckSchedule()
-        self._peaks = PeakCheck(self.forecast, self.rooms.option)
+        self.room_checks: RoomCheckSchedule = RoomCheckSchedule()
+        self.peaks: PeakCheck = PeakCheck(self.devices.forecast, self.rooms.option)
         self._unplanned_steps = UnplannedSteps()
-        self._joint_calls = JointCallsOfDevices()
-
-    @property
-    def budgets(self) -> Budgets:
-        """Those that hold now."""
-        return self.rooms.budgets
-
-    @property
-    def plans(self) -> dict[torch.device, MemoryPlan]:
-        """By device, what is followed."""
-        return self.devices.plans
-
-    @property
-    def profiles(self) -> dict[torch.device, Profile]:
-        """By device, the step that leaves least room there, of those that the plan was made for."""
-        return self.devices.profiles
+        self.joint_calls: JointCallsOfDevices = JointCallsOfDevices()
 
     @property
     def wanted(self) -> bool:
         """Whether anything is to be planned or followed."""
-        return self.budgets.given is not None or self._given is not None
+        return self.rooms.budgets.given is not None or self._given is not None
 
     @property
     def given_micro_batches(self) -> int:
@@ -125,7 +112,7 @@ class MemoryPlanning:
             return
         follow_given(self._given, replicas)
         for replica in replicas.replicas:
-            self.plans[replica.device] = self._given
+            self.devices.plans[replica.device] = self._given
 
     def check_feasible(
         self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
@@ -146,7 +133,7 @@ class MemoryPlanning:
         firsts = {replica.device: BatchSlice(replica, 0, None) for replica in reversed(replicas.replicas)}
         held = static(list(firsts.values()))
         all_devices = by_device(list(firsts.values()))
-        limits = {device: self.budgets.limit(device, replicas.devices) for device in all_devices}
+        limits = {device: self.rooms.budgets.limit(device, replicas.devices) for device in all_devices}
         rooms = {device: self.rooms.room(device, held, limit) for device, limit in limits.items()}
         for home, batch_slice in firsts.items():
             devices = devices_of(batch_slice.replica)
@@ -170,7 +157,7 @@ class MemoryPlanning:
 
     def note_trained_parameters(self, replicas: ReplicaSet) -> bool:
         """Whether parameters were unfrozen since the last plan; then known batch shapes no longer count."""
-        if self.budgets.given is None:
+        if self.rooms.budgets.given is None:
             return False
         if not self.rooms.trained.note(replicas.root.parameters, replicas.root.module):
             return False
@@ -181,7 +168,7 @@ class MemoryPlanning:
         """What was profiled and planned for is no step of this run any more."""
         self._shapes = KnownShapes()
         self._unplanned_steps = UnplannedSteps()
-        self._joint_calls.forget_steps()
+        self.joint_calls.forget_steps()
         self.devices.forget_decisions()
 
     def keep_plan_for(self, slices: Sequence[BatchSlice]) -> None:
@@ -191,7 +178,7 @@ class MemoryPlanning:
 
     def note_last_step(self, replicas: ReplicaSet) -> None:
         """Notes what the last step has saved that no profile shows: only steps that have run can tell."""
-        if self.budgets.given is None:
+        if self.rooms.budgets.given is None:
             return
         # Of every replica: their slices may go other ways through the module.
         for replica in replicas.replicas:
@@ -203,7 +190,7 @@ class MemoryPlanning:
 
         Or an earlier step was not one of those that were planned for, and so may this one be.
         """
-        if self.budgets.given is None or self.without_loss.skips_profile:
+        if self.rooms.budgets.given is None or self.without_loss.skips_profile:
             return False
         return not self.knows(slices) or self._unplanned_steps.expected
 
@@ -326,8 +313,8 @@ class MemoryPlanning:
             self._plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
             for batch_slice in slices:
                 self._shapes.add(batch_slice.batch)
-                self._joint_calls.note_size(batch_slice)
-            self._room_checks.restart(before_batches=bool(source))
+                self.joint_calls.note_size(batch_slice)
+            self.room_checks.restart(before_batches=bool(source))
 
     def _is_one_process(self, replicas: ReplicaSet) -> bool:
         """Whether steps may be tried that no other process knows of, whose collectives would wait for it."""
@@ -342,22 +329,18 @@ class MemoryPlanning:
             self.cache.forget()
         return found
 
-    def end_forward(self, replicas: ReplicaSet) -> None:
-        """Tells once if the steps that now begin their backward will exceed the budget, as they call more together."""
-        self._joint_calls.end_forward(replicas, self.budgets.option)
-
     def plan_joint_calls(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
         """Plans for steps that have called more together than any that was profiled, once they were seen."""
-        seen = self._joint_calls.to_plan(replicas, slices, self.budgets.option)
+        seen = self.joint_calls.to_plan(replicas, slices, self.rooms.budgets.option)
         if not seen:
             return
         self._take_off(replicas)
         try:
             self._plan(replicas, slices, static(slices), seen)
         except BudgetError as error:
-            self._joint_calls.stop(seen)
+            self.joint_calls.stop(seen)
             rank_zero_warn(
-                f"dpx: no plan keeps a step that calls as much of the module together within {self.budgets.option}: "
+                f"dpx: no plan keeps a step that calls as much of the module together within {self.rooms.option()}: "
                 f"{error} Such a step exceeds it."
             )
         finally:
@@ -377,7 +360,7 @@ class MemoryPlanning:
         Raises:
             PlanError: at the first batch, if no plan takes as little as there is.
         """
-        if self.budgets.given is None or not self._room_checks.begin_step():
+        if self.rooms.budgets.given is None or not self.room_checks.begin_step():
             return
         if not self._lacking(replicas, slices, static(slices)):
             return
@@ -392,12 +375,12 @@ class MemoryPlanning:
         lacking = []
         for device in by_device(slices):
             # The limit of a budget that is "auto" is read again here: it is what is free by now.
-            limit = self.budgets.limit(device, replicas.devices)
+            limit = self.rooms.budgets.limit(device, replicas.devices)
             needed = held.beside_activations(device) + self.devices.forecast(device)[0]
-            if device not in self.plans or needed <= limit:
+            if device not in self.devices.plans or needed <= limit:
                 continue
             # What a reduction keeps for its next one is among what is there by now, and would count twice.
-            if self._room_checks.is_first or is_worth_telling(needed - held.moving_in_backward(device), limit):
+            if self.room_checks.is_first or is_worth_telling(needed - held.moving_in_backward(device), limit):
                 lacking.append(device)
         return lacking
 
@@ -408,15 +391,15 @@ class MemoryPlanning:
         try:
             self._plan(replicas, slices, held, {}, "; made anew, as less room is left than was planned for")
         except BudgetError as error:
-            if self._room_checks.is_first:
+            if self.room_checks.is_first:
                 raise
             # A run that has trained is not ended by what one device has room for.
-            self._room_checks.stop()
-            self._peaks.note_told(lacking)
+            self.room_checks.stop()
+            self.peaks.note_told(lacking)
             notes = " ".join(getattr(error, "__notes__", []))
             rank_zero_warn(
                 "dpx: more is kept between steps than when memory was planned, as by callbacks and hooks that make "
-                f"copies, so steps exceed {self.budgets.option} on {', '.join(map(str, lacking))}: {error} {notes}"
+                f"copies, so steps exceed {self.rooms.option()} on {', '.join(map(str, lacking))}: {error} {notes}"
             )
         finally:
             self._put_on(replicas)
@@ -463,27 +446,29 @@ class MemoryPlanning:
         for one in decided.values():
             for device in one.devices:
                 apart = static.coming_gradients(device) - static.counted_gradients(device)
-                self._peaks.passing[device] = apart + static.passing(device)
+                self.peaks.passing[device] = apart + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
         self._unplanned_steps.plan_for(self.devices.steps())
-        self._joint_calls.plan_for(decided)
+        self.joint_calls.plan_for(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
                 remark = reason + origin(one.worst_step(index).profiles[index], len(one.seen))
                 limit, sharing = self.devices.limits[device]
-                rank_zero_info(announcement(device, self.plans[device], one.held[index], limit, sharing, remark))
+                rank_zero_info(
+                    announcement(device, self.devices.plans[device], one.held[index], limit, sharing, remark)
+                )
 
     def _put_on(self, replicas: ReplicaSet) -> None:
         """Has every replica follow the plan of its device."""
-        for replica in replicas.replicas if self.plans else ():  # also those without a slice today
+        for replica in replicas.replicas if self.devices.plans else ():  # also those without a slice today
             # A device without a slice of this batch has no plan of its own, and
             # may get a slice of the next.
-            known_plan = self.plans.get(replica.device) or next(iter(self.plans.values()))
+            known_plan = self.devices.plans.get(replica.device) or next(iter(self.devices.plans.values()))
             # Watched, as only the steps themselves show that they save something
             # else than the profiled one.
             applied = apply_plan(replica.module, known_plan, watches=True)
-            self._joint_calls.count_in(replica.device, applied)
+            self.joint_calls.count_in(replica.device, applied)
 
     def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> None:
         """After a step that ran out of memory: plans that take less, or the first ones.
@@ -498,33 +483,17 @@ class MemoryPlanning:
         else:
             # The replicas keep their plans if nothing takes less.
             self.devices.tighten(replicas.root.module, self.planner)
-            self._joint_calls.plan_for(self.devices.decided)
+            self.joint_calls.plan_for(self.devices.decided)
             self._take_off(replicas)
             self._put_on(replicas)
 
-    def describe(self) -> str:
-        """A summary of the plans, device by device, in words."""
-        return self.devices.describe()
-
     def advice(self) -> str:
         """Advice, in sentences, for a run that is out of memory."""
-        return self.devices.advice(self.planner, is_repeated=not self.budgets.is_users)
-
-    def forecast(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of activations on ``device`` at their peak, and the budget for everything there; 0 without."""
-        return self.devices.forecast(device)
-
-    def activations(self, device: torch.device) -> tuple[int, int]:
-        """The same beside all gradients of the device."""
-        return self.devices.activations(device)
-
-    def end_plan(self) -> None:
-        """Ends the measurement of the current plan, and warns of any excess not reported yet."""
-        self._peaks.end_plan()
+        return self.devices.advice(self.planner, is_repeated=not self.rooms.budgets.is_users)
 
     def _take_off(self, replicas: ReplicaSet) -> None:
         """Has no replica follow a plan any longer; the plans themselves stay known."""
-        self.end_plan()
+        self.peaks.end_plan()
         for replica in replicas.replicas:
             if applied_plan(replica.module) is not None:
                 remove_plan(replica.module)
@@ -539,26 +508,10 @@ class MemoryPlanning:
         self._shapes = KnownShapes()
         self.rooms.forget()
         self.without_loss = StepsWithoutLoss()
-        self.end_plan()
-        self._room_checks = RoomCheckSchedule()
+        self.peaks.end_plan()
+        self.room_checks = RoomCheckSchedule()
         self._unplanned_steps = UnplannedSteps()
-        self._joint_calls.forget()
+        self.joint_calls.forget()
         self.cache.start()
         self.micro_batches.cut_costs = {}
         self.devices.forget()
-
-    def begin_epoch(self) -> None:
-        """Callbacks may have taken memory: the room that plans count on is looked at before the next step."""
-        self._room_checks.ask()
-
-    def begin_step(self) -> None:
-        """A planned step begins."""
-        self._peaks.begin_step(self.plans)
-
-    def end_backward(self) -> None:
-        """Compares what the step took with what was predicted."""
-        self._peaks.end_backward()
-
-    def end_update(self) -> None:
-        """Compares what was there at a time with the budgets."""
-        self._peaks.end_update()

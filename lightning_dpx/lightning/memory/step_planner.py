@@ -72,7 +72,7 @@ class StepPlanner:
                 self._planning.keep_plan_for(step.slices)
                 rank_zero_warn(
                     "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
-                    f"{self._planning.budgets.option}: {error}"
+                    f"{self._planning.rooms.budgets.option}: {error}"
                 )
         self._planning.plan_joint_calls(replicas, step.slices, self._static.of)
         self._planning.confirm(replicas, step.slices, self._static.of)
@@ -105,25 +105,25 @@ class StepPlanner:
             run = ShadowRun(self._session, step, peeked)
             self._freed_gradients.look(step.slices[0], run)
             self._planning.decide(replicas, step.slices, run, self._static.of, source=source)
-        self._micro_batches.say_why_whole(self._planning.plans.values())
+        self._micro_batches.say_why_whole(self._planning.devices.plans.values())
         self._tell_of_update(step.slices)
 
     def _tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
         """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later."""
-        on_host = [device for device in self._planning.plans if is_host(device)]
+        on_host = [device for device in self._planning.devices.plans if is_host(device)]
         if self._has_told_of_update or not on_host:
             return
         taken = bytes_of_update(self._session.strategy.optimizers)
         static = self._static.of(slices)
         for device in on_host:
-            _, limit = self._planning.forecast(device)
+            _, limit = self._planning.devices.forecast(device)
             needed = static.between_steps(device) + taken
             if limit and is_worth_telling(needed, limit):
                 self._has_told_of_update = True
                 rank_zero_warn(
                     f"dpx: a step of the optimizer takes {format_mib(taken)} on {device} while it runs: with "
                     f"parameters, gradients and states that is {format_mib(needed)}, where "
-                    f"{self._planning.budgets.option} allows "
+                    f"{self._planning.rooms.budgets.option} allows "
                     f"{format_mib(limit)}. Least is taken with fused=True or foreach=False."
                 )
 

@@ -69,7 +69,7 @@ class Watch(Callback):
         self._before = [weakref.ref(gradient) for gradient in gradients if gradient is not None]
         planning = getattr(trainer.strategy, "planning", None)
         if planning is not None:
-            self.rooms.extend(plan.budget for plan in planning.plans.values())
+            self.rooms.extend(plan.budget for plan in planning.devices.plans.values())
 
 
 def sum_of_norms(parameters: Any) -> Any:
@@ -254,7 +254,7 @@ def test_the_device_takes_what_the_budget_allows(share: float, sim: Any) -> None
         def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
             self.peaks.append(sim.max_memory_allocated(0))
             device = trainer.strategy.root_device
-            self.predicted.append(trainer.strategy.planning.forecast(device)[0])
+            self.predicted.append(trainer.strategy.planning.devices.forecast(device)[0])
 
     peaks = Peaks()
     ours = fit(Stack, [peaks], budget=budget, accelerator="sim", rows=rows)

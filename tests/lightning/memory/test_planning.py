@@ -354,7 +354,7 @@ def test_a_prediction_that_was_wrong_is_reported_with_both_numbers(caplog: Any) 
 
     class Lied(Tower):
         def on_train_batch_end(self, *_: Any) -> None:
-            plans = strategy.planning.plans
+            plans = strategy.planning.devices.plans
             plans.update({device: dataclasses.replace(plan, peak=MIB) for device, plan in plans.items()})
 
     with pytest.warns(UserWarning, match=r"activations on sim:0 took [\d.]+ MiB where 1.0 MiB was predicted"):
@@ -399,7 +399,7 @@ def test_unequal_devices_get_unequal_plans(small_devices: Any) -> None:
 
     class Peek(Tower):
         def on_train_batch_end(self, *_: Any) -> None:
-            plans.update(strategy.planning.plans)
+            plans.update(strategy.planning.devices.plans)
 
     torch.manual_seed(0)
     model = Peek(dropout=0.0)

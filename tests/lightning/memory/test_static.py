@@ -288,7 +288,7 @@ def test_a_batch_and_gradients_on_the_host_are_part_of_what_a_step_takes_there(s
 
     class Look(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            rooms.extend(plan.budget for plan in strategy.planning.plans.values())
+            rooms.extend(plan.budget for plan in strategy.planning.devices.plans.values())
 
     batches = DataLoader(TensorDataset(whole), batch_sampler=[range(1024), range(1024, 3072)])
     callbacks = [Look(), LooksAtGradients()] if sees_gradients else [Look()]
@@ -323,7 +323,7 @@ def test_what_callbacks_hold_on_the_host_is_part_of_what_a_step_takes_there(call
 
     class Look(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            rooms.extend(plan.budget for plan in strategy.planning.plans.values())
+            rooms.extend(plan.budget for plan in strategy.planning.devices.plans.values())
 
     torch.manual_seed(0)
     model = LargeHead()
