@@ -2,13 +2,14 @@
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lightning_dpx.errors import BudgetError, ConfigurationError
-from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import trainer_of
 from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
@@ -16,7 +17,7 @@ from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
 from lightning_dpx.lightning.memory.loss_probe import leaves_graph, look_for_loss
-from lightning_dpx.lightning.memory.peak_check import PeakCheck, is_worth_telling
+from lightning_dpx.lightning.memory.peak_check import PeakCheck
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.plans_of_device import MicroBatchFigures, announcement, origin, plans_of_device
 from lightning_dpx.lightning.memory.profiled_steps import (
@@ -24,7 +25,6 @@ from lightning_dpx.lightning.memory.profiled_steps import (
     by_device,
     profiled_steps,
 )
-from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.room_check_schedule import RoomCheckSchedule
 from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
@@ -34,16 +34,13 @@ from lightning_dpx.lightning.memory.unplanned_steps import UnplannedSteps
 from lightning_dpx.memory import (
     MemoryPlan,
     Planner,
-    Profile,
     applied_plan,
     apply_plan,
     make_planner,
-    plan_devices,
     remove_plan,
 )
 from lightning_dpx.progress import shown
-from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet
-from lightning_dpx.units import format_mib
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
 
 StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
 
@@ -114,47 +111,6 @@ class MemoryPlanning:
         for replica in replicas.replicas:
             self.devices.plans[replica.device] = self._given
 
-    def check_feasible(
-        self, replicas: ReplicaSet, static: StaticOf, example: Callable[[Replica], list[Profile]]
-    ) -> None:
-        """Before any batch is there: whether there is room for activations at all.
-
-        Args:
-            replicas: The replicas.
-            static: What a step needs beside activations.
-            example: What at least a step of a replica takes on each of its devices; nothing if that is not known.
-
-        Raises:
-            BudgetError: there is none.
-        """
-        gc.collect()  # what is there in reference cycles only is no reason
-        # No rows are known yet. Reversed, so that the first replica of each device is the
-        # one that stays in the dict.
-        firsts = {replica.device: BatchSlice(replica, 0, None) for replica in reversed(replicas.replicas)}
-        held = static(list(firsts.values()))
-        all_devices = by_device(list(firsts.values()))
-        limits = {device: self.rooms.budgets.limit(device, replicas.devices) for device in all_devices}
-        rooms = {device: self.rooms.room(device, held, limit) for device, limit in limits.items()}
-        for home, batch_slice in firsts.items():
-            devices = devices_of(batch_slice.replica)
-            profiles = example(batch_slice.replica)
-            if not profiles:
-                return  # what one of them cannot try, none can
-            try:
-                # The plan itself is dropped: an example row says that a budget is too small,
-                # and nothing about a batch.
-                plan_devices(replicas.root.module, profiles, [rooms[device] for device in devices], self.planner)
-            except BudgetError as error:
-                device = devices[error.device_index]
-                self.rooms.explain(error, device, limits[device] - rooms[device], limits[device], 1)
-                error.add_note("That is for one row of example_input_array, in forward and backward alone.")
-                raise
-            rank_zero_info(
-                f"dpx: without a plan, one row of example_input_array takes {format_mib(profiles[0].peak)} of the "
-                f"{format_mib(rooms[home])} on {home} that memory_budget leaves for activations; "
-                "the first batch is planned."
-            )
-
     def note_trained_parameters(self, replicas: ReplicaSet) -> bool:
         """Whether parameters were unfrozen since the last plan; then known batch shapes no longer count."""
         if self.rooms.budgets.given is None:
@@ -222,21 +178,19 @@ class MemoryPlanning:
         Raises:
             PlanError: a budget cannot be met; the plans of before hold.
         """
-        self._take_off(replicas)
         trainer = trainer_of(replicas.root.module)
-        try:
-            # The progress bar is the Trainer's to allow: planning a large step
-            # takes long enough to need one.
-            with shown("planning memory", enabled=shows_progress(trainer)):
-                self._decide(replicas, slices, run, static, source)
-            self.without_loss.note_loss()
-        # Lightning lets a training step return None to skip a batch, so this is no error. What is not
-        # known yet stays open; this step has no backward to plan for.
-        except NoLossError as error:
-            if self.without_loss.note_none(error) and not self._plans_forward(replicas, slices, run, static, error):
-                self.without_loss.warn(error)
-        finally:
-            self._put_on(replicas)
+        with self.exchanged(replicas):
+            try:
+                # The progress bar is the Trainer's to allow: planning a large step
+                # takes long enough to need one.
+                with shown("planning memory", enabled=shows_progress(trainer)):
+                    self._decide(replicas, slices, run, static, source)
+                self.without_loss.note_loss()
+            # Lightning lets a training step return None to skip a batch, so this is no error. What is not
+            # known yet stays open; this step has no backward to plan for.
+            except NoLossError as error:
+                if self.without_loss.note_none(error) and not self._plans_forward(replicas, slices, run, static, error):
+                    self.without_loss.warn(error)
 
     def _plans_forward(
         self,
@@ -270,7 +224,7 @@ class MemoryPlanning:
             by_forward=True,
         )
         try:
-            self._plan(replicas, slices, held, seen, self.without_loss.remark)
+            self.plan(replicas, slices, held, seen, self.without_loss.remark)
         except BudgetError:
             return False
         return True
@@ -310,7 +264,7 @@ class MemoryPlanning:
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
         if not self.knows(slices) or self._steps_differ(seen):
-            self._plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
+            self.plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
             for batch_slice in slices:
                 self._shapes.add(batch_slice.batch)
                 self.joint_calls.note_size(batch_slice)
@@ -329,82 +283,12 @@ class MemoryPlanning:
             self.cache.forget()
         return found
 
-    def plan_joint_calls(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
-        """Plans for steps that have called more together than any that was profiled, once they were seen."""
-        seen = self.joint_calls.to_plan(replicas, slices, self.rooms.budgets.option)
-        if not seen:
-            return
-        self._take_off(replicas)
-        try:
-            self._plan(replicas, slices, static(slices), seen)
-        except BudgetError as error:
-            self.joint_calls.stop(seen)
-            rank_zero_warn(
-                f"dpx: no plan keeps a step that calls as much of the module together within {self.rooms.option()}: "
-                f"{error} Such a step exceeds it."
-            )
-        finally:
-            self._put_on(replicas)
-
     def _leave_cache(self) -> None:
         """Drops what came from the cache, which does not fit the steps of this run."""
         self.cache.leave()
         self.expect_other_steps()
 
-    def confirm(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], static: StaticOf) -> None:
-        """Plans anew where devices no longer have the room that the plans count on.
-
-        Others may take memory between a plan that is made before any batch and the first of them; later, callbacks and
-        hooks make copies that stay.
-
-        Raises:
-            PlanError: at the first batch, if no plan takes as little as there is.
-        """
-        if self.rooms.budgets.given is None or not self.room_checks.begin_step():
-            return
-        if not self._lacking(replicas, slices, static(slices)):
-            return
-        gc.collect()  # what is there in reference cycles only is no reason
-        held = static(slices)
-        lacking = self._lacking(replicas, slices, held)
-        if lacking:
-            self._plan_for_less(replicas, slices, held, lacking)
-
-    def _lacking(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory) -> list[torch.device]:
-        """The devices that no longer have the room that their plans count on."""
-        lacking = []
-        for device in by_device(slices):
-            # The limit of a budget that is "auto" is read again here: it is what is free by now.
-            limit = self.rooms.budgets.limit(device, replicas.devices)
-            needed = held.beside_activations(device) + self.devices.forecast(device)[0]
-            if device not in self.devices.plans or needed <= limit:
-                continue
-            # What a reduction keeps for its next one is among what is there by now, and would count twice.
-            if self.room_checks.is_first or is_worth_telling(needed - held.moving_in_backward(device), limit):
-                lacking.append(device)
-        return lacking
-
-    def _plan_for_less(
-        self, replicas: ReplicaSet, slices: Sequence[BatchSlice], held: StaticMemory, lacking: Sequence[torch.device]
-    ) -> None:
-        self._take_off(replicas)
-        try:
-            self._plan(replicas, slices, held, {}, "; made anew, as less room is left than was planned for")
-        except BudgetError as error:
-            if self.room_checks.is_first:
-                raise
-            # A run that has trained is not ended by what one device has room for.
-            self.room_checks.stop()
-            self.peaks.note_told(lacking)
-            notes = " ".join(getattr(error, "__notes__", []))
-            rank_zero_warn(
-                "dpx: more is kept between steps than when memory was planned, as by callbacks and hooks that make "
-                f"copies, so steps exceed {self.rooms.option()} on {', '.join(map(str, lacking))}: {error} {notes}"
-            )
-        finally:
-            self._put_on(replicas)
-
-    def _plan(
+    def plan(
         self,
         replicas: ReplicaSet,
         slices: Sequence[BatchSlice],
@@ -413,6 +297,13 @@ class MemoryPlanning:
         reason: str = "",
     ) -> None:
         """Plans for all devices from the profiles in ``seen`` and those of before; puts nothing on the replicas.
+
+        Args:
+            replicas: The replicas.
+            slices: Of the batch that is planned for.
+            static: What a step of them needs beside activations.
+            seen: By a replica's device, what is new.
+            reason: Why there is another plan, for its announcement.
 
         Raises:
             BudgetError: a device cannot meet its budget; the plans of before stay.
@@ -459,6 +350,15 @@ class MemoryPlanning:
                     announcement(device, self.devices.plans[device], one.held[index], limit, sharing, remark)
                 )
 
+    @contextmanager
+    def exchanged(self, replicas: ReplicaSet) -> Iterator[None]:
+        """Around what decides: no replica follows a plan meanwhile, and all follow what there is by then."""
+        self._take_off(replicas)
+        try:
+            yield
+        finally:
+            self._put_on(replicas)
+
     def _put_on(self, replicas: ReplicaSet) -> None:
         """Has every replica follow the plan of its device."""
         for replica in replicas.replicas if self.devices.plans else ():  # also those without a slice today
@@ -484,8 +384,8 @@ class MemoryPlanning:
             # The replicas keep their plans if nothing takes less.
             self.devices.tighten(replicas.root.module, self.planner)
             self.joint_calls.plan_for(self.devices.decided)
-            self._take_off(replicas)
-            self._put_on(replicas)
+            with self.exchanged(replicas):
+                pass
 
     def advice(self) -> str:
         """Advice, in sentences, for a run that is out of memory."""

@@ -8,10 +8,12 @@ from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import is_param_in_hook_signature, rank_zero_warn
 from lightning_dpx.lightning.lightning_compat import before_batch_transfer
 from lightning_dpx.lightning.memory.example_input import profile_example
+from lightning_dpx.lightning.memory.feasibility import check_feasible
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.room_check import RoomCheck
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
@@ -48,6 +50,7 @@ class StepPlanner:
         self._static = static
         self._freed_gradients = freed_gradients
         self._micro_batches = micro_batches
+        self._room_check = RoomCheck(session, planning, static)
         self._has_told_of_update = False
 
     def before_step(self, step: StepInput) -> None:
@@ -74,8 +77,8 @@ class StepPlanner:
                     "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
                     f"{self._planning.rooms.budgets.option}: {error}"
                 )
-        self._planning.plan_joint_calls(replicas, step.slices, self._static.of)
-        self._planning.confirm(replicas, step.slices, self._static.of)
+        self._plan_joint_calls(step.slices)
+        self._room_check.before_step(step.slices)
 
     def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
@@ -107,6 +110,24 @@ class StepPlanner:
             self._planning.decide(replicas, step.slices, run, self._static.of, source=source)
         self._micro_batches.say_why_whole(self._planning.devices.plans.values())
         self._tell_of_update(step.slices)
+
+    def _plan_joint_calls(self, slices: Sequence[BatchSlice]) -> None:
+        """Plans for steps that have called more together than any that was profiled, once they were seen."""
+        planning = self._planning
+        replicas = self._session.replicas
+        seen = planning.joint_calls.to_plan(replicas, slices, planning.rooms.option())
+        if not seen:
+            return
+        with planning.exchanged(replicas):
+            try:
+                planning.plan(replicas, slices, self._static.of(slices), seen)
+            except BudgetError as error:
+                # Before the plans of before are put on again: no calls are counted for them any more.
+                planning.joint_calls.stop(seen)
+                rank_zero_warn(
+                    "dpx: no plan keeps a step that calls as much of the module together within "
+                    f"{planning.rooms.option()}: {error} Such a step exceeds it."
+                )
 
     def _tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
         """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later."""
@@ -145,7 +166,7 @@ class StepPlanner:
             counts = self._freed_gradients.are_freed
             return profile_example(replicas, replica, precision, counts_gradients=counts)
 
-        self._planning.check_feasible(replicas, self._static.of, profiles_of)
+        check_feasible(self._planning.rooms, self._planning.planner, replicas, self._static.of, profiles_of)
         if example is None:
             return
         batch = before_batch_transfer(self._session.module, precision.convert_input(example))
