@@ -25,7 +25,7 @@ from lightning_dpx.memory.profile.ambient_autocast import AmbientAutocast
 from lightning_dpx.memory.profile.bookkeeping_in_step import Within
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.profiler import FreshForward
+from lightning_dpx.memory.profile.profiled_step import FreshForward
 from lightning_dpx.memory.profile.step_timer import StepTimer
 from lightning_dpx.progress import at
 

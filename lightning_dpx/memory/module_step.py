@@ -15,7 +15,8 @@ from lightning_dpx.memory.execute.sharded_units import sharded_units
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, target_of
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import fake_device_for
-from lightning_dpx.memory.profile.profiler import Run, profile_step
+from lightning_dpx.memory.profile.profiled_step import Run
+from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.sharding import profile_unsharded
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import tree_leaves

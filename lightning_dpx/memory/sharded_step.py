@@ -23,7 +23,7 @@ from lightning_dpx.memory.apply import apply_plan, planned, remove_plan
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.profile.fake import NO_ANSWER, faked, with_or_without_numbers
 from lightning_dpx.memory.profile.fake_costs import FakeCosts
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiled_step import Run
 from lightning_dpx.torch_compat import (
     is_offloaded,
     is_traceable_wrapper_subclass,

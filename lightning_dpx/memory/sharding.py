@@ -34,7 +34,7 @@ from lightning_dpx.memory.execute.unit_casts import as_taken_by as as_taken_by
 from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, reason_of, target_of
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import NO_ANSWER, fake_device_for
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiled_step import Run
 from lightning_dpx.torch_compat import (
     apply_to_tensors,
     forward_hooks_of,

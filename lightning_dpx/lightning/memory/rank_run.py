@@ -22,7 +22,7 @@ from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded_units
 from lightning_dpx.memory.absent_ranks import NothingPinned, absent_ranks, shard_units
 from lightning_dpx.memory.profile.held_output import HeldOutput
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiled_step import Run
 from lightning_dpx.memory.sharded_step import RankMemory, rank_memory, shard_bytes
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.torch_compat import sharded_parameters, unpin

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from lightning_dpx.lightning.lightning_compat import set_trainer, trainer_of
 from lightning_dpx.lightning.memory.slice_loss import SliceLoss
 from lightning_dpx.lightning.rehearsal.manual_shadow_step import hide_optimizers
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiled_step import Run
 from lightning_dpx.python_objects.preserve import preserve_rng_state
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.replicas.error_notes import trial_noted

@@ -10,7 +10,7 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.logging import StepLog
 from lightning_dpx.memory import sum_of
 from lightning_dpx.memory.profile.held_output import HeldOutput
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiled_step import Run
 from lightning_dpx.replicas import BatchSlice, Replica, ReplicaSet, first_loss
 from lightning_dpx.replicas.containers import members_of
 from lightning_dpx.torch_compat import tree_leaves, tree_map_only

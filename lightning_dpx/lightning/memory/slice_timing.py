@@ -8,7 +8,7 @@ import torch
 
 from lightning_dpx.lightning.memory.shadow_slice import Step, on_shadow, rows_and_cut
 from lightning_dpx.memory.profile.costs import CostModel
-from lightning_dpx.memory.profile.profiler import FreshForward
+from lightning_dpx.memory.profile.profiled_step import FreshForward
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds, step_seconds
 from lightning_dpx.python_objects.trial_garbage import TRIAL_GARBAGE

@@ -21,7 +21,8 @@ from lightning_dpx.memory.profile.fake import (
     faked,
     with_or_without_numbers,
 )
-from lightning_dpx.memory.profile.profiler import Run, profile_step
+from lightning_dpx.memory.profile.profiled_step import Run
+from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.roofline_costs import RooflineCosts
 from lightning_dpx.memory.profile.scaling import extrapolate
 from lightning_dpx.torch_compat import FakeTensor, tree_leaves, tree_map_only

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_dpx.memory.profile.abstract import Cut, device_of_step, on_fakes_or_rows, on_two_sizes
 from lightning_dpx.memory.profile.fake import faked
-from lightning_dpx.memory.profile.profiler import Run
+from lightning_dpx.memory.profile.profiled_step import Run
 from lightning_dpx.memory.profile.roofline import Rates
 from lightning_dpx.memory.profile.roofline_costs import RooflineCosts
 

@@ -1,6 +1,5 @@
 """Profiling a step ends, whatever the shape of its graph."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,30 +9,11 @@ from torch import Tensor, nn
 from lightning_dpx.memory import profile_module, profile_step
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.profiler import NotWorthProfilingError
-
-
-class _Doubled(nn.Module):
-    """Nobody saves ``h``, and the sum asks for it twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        y = h + h
-        return y * y
-
-
-def test_a_value_that_nobody_saves_is_asked_for_twice_by_one_operator() -> None:
-    profile = profile_module(_Doubled(), torch.randn(32, 64))
-    (total,) = [value for value in profile.values if value.operator == "AddBackward0"]
-    assert not total.refused
-    assert len(total.inputs) == 2
+from tests.memory.profile.test_full_step import Doubled
 
 
 def test_a_step_that_takes_too_long_is_timed_and_leaves_no_profile() -> None:
-    module = _Doubled()
+    module = Doubled()
     rows = torch.randn(32, 64)
     told: list[float] = []
     runs: list[int] = []
@@ -54,26 +34,6 @@ def test_a_step_that_takes_too_long_is_timed_and_leaves_no_profile() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
     assert profile_step(module, run, torch.device("cpu"), is_worth=is_worth).peak
     assert len(runs) > 2 * timed
-
-
-class Alternating(nn.Module):
-    """Takes one more step in every second forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(64, 64), itertools.count(1)  # which nobody can put back
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.layer(x))
-        return torch.sigmoid(x * 2) if next(self.calls) % 2 else torch.sigmoid(x.abs() * 2)
-
-
-def test_of_steps_that_differ_nobody_knows_when_a_value_is_unused() -> None:
-    """So nothing counts as free before the last operator of the forward has run."""
-    profile = profile_module(Alternating(), torch.randn(64, 64))
-    assert len(profile.storages) > 1
-    (unused,) = {storage.unused for storage in profile.storages}
-    assert profile.forward_events - 3 < unused < profile.forward_events
 
 
 class Forces(nn.Module):
@@ -109,32 +69,6 @@ def test_steps_that_are_timed_leave_nothing_behind() -> None:
     profile_module(module, torch.randn(32, 64))
     assert module.turn == 0
     assert not any(note.any() for note in module.notes)
-
-
-class _Codes(nn.Module):
-    """Chooses codes by what a chain of layers gives, and nothing leads from the loss back to that chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
-        self.beside = nn.Linear(64, 64)
-        self.codes = nn.Embedding(16, 64)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        features = self.encode(rows)
-        # A second branch, which dies before the end of the first does.
-        self.beside(features.tanh()).sin()
-        chosen = torch.mm(features, self.codes.weight.T).argmax(1)
-        del features
-        return self.codes(chosen).square().mean()
-
-
-def test_a_whole_chain_that_dies_in_the_forward_is_dropped_for_nothing() -> None:
-    profile = profile_module(_Codes(), torch.randn(64, 64))
-    names = [f"encode.{number}:1" for number in range(1, 8)]
-    dead = {value.name: value for value in profile.values if value.name in names}
-    assert sorted(dead) == names
-    assert not any(value.refused or value.seconds for value in dead.values())
 
 
 def test_a_part_of_the_rows_has_the_values_that_all_rows_have() -> None:

@@ -1,0 +1,52 @@
+"""What a step saves and asks for, with everything kept."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dpx.memory import profile_module
+
+
+class Doubled(nn.Module):
+    """Nobody saves ``h``, and the sum asks for it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        y = h + h
+        return y * y
+
+
+def test_a_value_that_nobody_saves_is_asked_for_twice_by_one_operator() -> None:
+    profile = profile_module(Doubled(), torch.randn(32, 64))
+    (total,) = [value for value in profile.values if value.operator == "AddBackward0"]
+    assert not total.refused
+    assert len(total.inputs) == 2
+
+
+class _Codes(nn.Module):
+    """Chooses codes by what a chain of layers gives, and nothing leads from the loss back to that chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+        self.beside = nn.Linear(64, 64)
+        self.codes = nn.Embedding(16, 64)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        features = self.encode(rows)
+        # A second branch, which dies before the end of the first does.
+        self.beside(features.tanh()).sin()
+        chosen = torch.mm(features, self.codes.weight.T).argmax(1)
+        del features
+        return self.codes(chosen).square().mean()
+
+
+def test_a_whole_chain_that_dies_in_the_forward_is_dropped_for_nothing() -> None:
+    profile = profile_module(_Codes(), torch.randn(64, 64))
+    names = [f"encode.{number}:1" for number in range(1, 8)]
+    dead = {value.name: value for value in profile.values if value.name in names}
+    assert sorted(dead) == names
+    assert not any(value.refused or value.seconds for value in dead.values())
