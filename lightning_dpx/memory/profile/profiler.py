@@ -5,6 +5,14 @@ own, autograd keeps copies that are not counted. A step in which everything is k
 operator behind every saved tensor once: that gives its time, and proves on the spot that the result is the same. A
 :class:`CostModel` watches and tries, on a device or without one.
 
+:func:`profile_step` goes through these, one after the other::
+
+    time the step, as it is            step_timer.py           seconds; not on fake tensors
+    watch it, with nothing kept        watched_step.py         how long tensors live by themselves
+    watch it, with everything kept     full_step.py            what is saved, asked for, repeated; bytes at every event
+    run compiled parts                 compiled_code.py        what they take inside themselves
+    time steps that follow plans       bookkeeping_in_step.py  what a plan costs beside its operators
+
 A step may run any number of backwards of its own: forces are gradients of an energy, a GAN optimizes twice. Whenever
 one begins, what was saved since the last one is tried, because it will soon be gone::
 
@@ -16,8 +24,8 @@ What is asked for several times is computed as often, unless something else keep
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -104,53 +112,65 @@ def profile_step(
         counts_gradients=counts_gradients,
         is_worth=is_worth,
     )
+    with _prepared(step, device, autocast):
+        timer = step.costs.timer(module)
+        times = _times_of(step, timer)
+        accumulates = step.finds_gradients  # the steps below leave some
+        profile, names = watch_step(step)
+        if compiled:
+            runs = times is not None and is_host(step.costs.device)
+            profile = _with_compiled_code(step, profile, names, accumulates=accumulates, runs=runs)
+        bookkeeping = step.costs.bookkeeping()
+        if times is None:
+            return with_bookkeeping(profile, bookkeeping)
+        profile = replace(profile, step_seconds=times[0], forward_seconds=times[1])
+        # How often planned steps are timed depends on the times, which differ between processes: a
+        # step that meets the others in a collective would wait for them for ever.
+        if timer.communicates:
+            profile = replace(profile, communicates=True)
+        # Planned steps are measured as they are followed, and those with compiled parts are not.
+        elif not (compiled or step.by_hand):
+            profile, bookkeeping = _with_planned_steps(step, profile, timer, bookkeeping)
+        return with_bookkeeping(profile, bookkeeping)
+
+
+@contextmanager
+def _prepared(step: ProfiledStep, device: torch.device, autocast: AmbientAutocast) -> Iterator[None]:
+    """Around all runs of a step: what would be measured along with it is there before, and what they left goes."""
+    costs = step.costs
     # The garbage collector would search all that is watched, again and again, for a third of the time.
     with COLLECTOR.resting(), autocast.suspended():
         try:
-            step.costs.note_sizes(module)
+            costs.note_sizes(step.module)
             # What libraries keep from their first call on is no part of the step that comes first.
-            if step.costs.times_steps and keeps_workspaces(device):
+            if costs.times_steps and keeps_workspaces(device):
                 take_workspaces(device)
-            return _profiled(step, compiled)
+            with disable_current_modes():
+                # It runs a small model for real, which the modes of fake tensors and of whoever calls this
+                # would change; the figure is remembered, and asked for again once the step was watched.
+                costs.bookkeeping()  # before hooks of ours are on
+            yield
         finally:
-            end_run(run)
-            step.costs.forget_reach()
+            end_run(step.run)
+            costs.forget_reach()
 
 
-def _profiled(step: ProfiledStep, compiled: bool) -> Profile:
-    """All that is found out about a step, some of whose parts may be compiled."""
-    costs = step.costs
-    with disable_current_modes():
-        # It runs a small model for real, which the modes of fake tensors and of whoever calls this
-        # would change; the figure is remembered, and asked for again below.
-        costs.bookkeeping()  # before hooks of ours are on
-    timer = costs.timer(step.module)
-    # Steps are timed before anything watches them, and uncompiled, as they are watched below: the
+def _times_of(step: ProfiledStep, timer: StepTimer) -> tuple[float, float] | None:
+    """Seconds of the step and of its forward; ``None`` where steps are not timed, as on fake tensors.
+
+    Raises:
+        NotWorthProfilingError: ``is_worth`` says no.
+    """
+    if not step.costs.times_steps:
+        return None
+    # Steps are timed before anything watches them, and uncompiled, as they are watched later: the
     # extra time of a plan is a share of the same operators.
-    times = None
-    if costs.times_steps:
-        at("timing steps")
-        with uncompiled(), torch.enable_grad():
-            times = timer.least(step.forward, step.backward)
-        if step.is_worth is not None and not step.is_worth(times[0]):
-            raise NotWorthProfilingError(times[0])
-    accumulates = step.finds_gradients  # the steps below leave some
-    profile, names = watch_step(step)
-    if compiled:
-        runs = times is not None and is_host(costs.device)
-        profile = _with_compiled_code(step, profile, names, accumulates=accumulates, runs=runs)
-    bookkeeping = costs.bookkeeping()
-    if times is None:
-        return with_bookkeeping(profile, bookkeeping)
-    profile = replace(profile, step_seconds=times[0], forward_seconds=times[1])
-    # How often planned steps are timed depends on the times, which differ between processes: a
-    # step that meets the others in a collective would wait for them for ever.
-    if timer.communicates:
-        profile = replace(profile, communicates=True)
-    # Planned steps are measured as they are followed, and those with compiled parts are not.
-    elif not (compiled or step.by_hand):
-        profile, bookkeeping = _with_planned_steps(step, profile, timer, bookkeeping)
-    return with_bookkeeping(profile, bookkeeping)
+    at("timing steps")
+    with uncompiled(), torch.enable_grad():
+        times = timer.least(step.forward, step.backward)
+    if step.is_worth is not None and not step.is_worth(times[0]):
+        raise NotWorthProfilingError(times[0])
+    return times
 
 
 def _with_compiled_code(
@@ -163,7 +183,7 @@ def _with_compiled_code(
     warnings.warn(
         "What compiled code takes inside itself is predicted from its operators one by one, as it was not run, and the "
         "peak may be another one.",
-        stacklevel=5,
+        stacklevel=4,
     )
     return replace(profile, codes=())
 
