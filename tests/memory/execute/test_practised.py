@@ -134,7 +134,7 @@ def test_later_steps_give_the_same_bits_in_the_same_memory(name: str, share: flo
     applied = dpx.apply_plan(module, plan)
     peaks = [peak_of(module, x) for _ in range(3)]
     assert peaks[0] == peaks[1] == peaks[2]
-    assert values_of(applied).num_losses == 0
+    assert values_of(applied).num_deviations == 0
     for _ in range(2):
         results = []
         for each in (module, plain):
@@ -193,7 +193,7 @@ def test_layers_that_are_left_out_now_and_then_change_nothing_for_the_others(lef
         each.left_out = left_out
     assert peak_of(module, x) <= whole
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied).num_losses == 0
+    assert values_of(applied).num_deviations == 0
     module.left_out = set()
     assert peak_of(module, x) == whole
 
@@ -226,7 +226,7 @@ def test_a_layer_that_was_left_out_while_profiled_is_planned_for_as_its_neighbou
             torch.manual_seed(1)
             gradients += gradients_of(each, x)
         assert all(map(torch.equal, ours, theirs))
-    assert values_of(applied).num_losses == 0
+    assert values_of(applied).num_deviations == 0
     peak_of(module, x)  # the 16th was looked at
     assert values_of(applied).is_routine
 
@@ -246,11 +246,11 @@ def test_layers_that_come_later_are_planned_for(before: int, losses: int) -> Non
         each.left_out = set()
     assert peak_of(module, x) <= whole
     # For a while it waits for all that the plan is about; then these are calls that it has not seen.
-    assert values_of(applied).num_losses == losses
+    assert values_of(applied).num_deviations == losses
     for _ in range(4):
         assert peak_of(module, x) == whole
         assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied).num_losses == losses
+    assert values_of(applied).num_deviations == losses
 
 
 def test_other_operators_in_a_known_place_end_the_routine_and_not_the_savings() -> None:
@@ -264,10 +264,10 @@ def test_other_operators_in_a_known_place_end_the_routine_and_not_the_savings() 
     with pytest.warns(UserWarning, match="it is another step than the planned one"):
         ours = gradients_of(module, x)
     assert all(map(torch.equal, ours, gradients_of(plain, x)))
-    assert values_of(applied).num_losses == 1
+    assert values_of(applied).num_deviations == 1
     for _ in range(5):
         assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied).num_losses == 1
+    assert values_of(applied).num_deviations == 1
     assert values_of(applied).is_routine
 
 
@@ -284,7 +284,7 @@ def test_masks_are_compressed_in_a_forward_that_has_lost_its_routine() -> None:
         each.blocks[0][1].forward = torch.relu
     torch.manual_seed(1)
     ours = gradients_of(module, x)
-    assert values_of(applied).num_losses == 1
+    assert values_of(applied).num_deviations == 1
     torch.manual_seed(1)
     assert all(map(torch.equal, ours, gradients_of(plain, x)))
     dpx.remove_plan(module)
@@ -304,7 +304,7 @@ def test_one_call_more_than_ever_is_dropped_as_well() -> None:
     for each in (module, plain):
         each.again = True
     assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
-    assert values_of(applied).num_losses == 1
+    assert values_of(applied).num_deviations == 1
 
 
 def test_regions_with_hooks_of_others_keep_theirs() -> None:
@@ -437,7 +437,7 @@ def test_operands_are_noted_where_a_recipe_asks_for_them_and_nowhere_else() -> N
         assert all(map(torch.equal, gradients_of(module, x), gradients_of(plain, x)))
         assert not applied.not_found
         assert module.modes == [1 if step == 0 else 0]
-    assert values_of(applied).num_losses == 0
+    assert values_of(applied).num_deviations == 0
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -498,11 +498,11 @@ def test_a_plan_that_watches_does_so_again_after_a_step_of_another_structure() -
     assert values_of(applied).is_routine
     module.again = True
     unknown_of(applied, module, x)
-    assert values_of(applied).num_losses == 1
+    assert values_of(applied).num_deviations == 1
     for _ in range(8):
         assert any(name.startswith("blocks.0.") for name in unknown_of(applied, module, x))
     assert not unknown_of(applied, module, x)
-    assert values_of(applied).num_losses == 1
+    assert values_of(applied).num_deviations == 1
 
 
 def test_a_plan_that_drops_nothing_watches_as_well() -> None:

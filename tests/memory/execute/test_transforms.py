@@ -128,7 +128,7 @@ def test_a_transform_around_a_planned_module_runs_as_without_a_plan(name: str, *
     assert values.is_routine == was_routine
     assert all(map(torch.equal, train(module, x), train(plain, x)))
     assert values.is_routine
-    assert not values.num_losses
+    assert not values.num_deviations
     assert replays or not applied.not_found
 
 
