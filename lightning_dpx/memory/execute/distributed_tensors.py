@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_dpx.memory.execute.recipes import VIEWS
-from lightning_dpx.memory.execute.values import refuse
+from lightning_dpx.memory.execute.write_checks import refuse
 from lightning_dpx.torch_compat import (
     FakeTensor,
     disable_current_modes,

@@ -25,8 +25,9 @@ from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.recipes import OWN_RECIPES, VIEWS, NotNoted, NotRecomputable, recipe_for
 from lightning_dpx.memory.execute.recipes.registry import Recipe
+from lightning_dpx.memory.execute.tensor_identity import Identity
 from lightning_dpx.memory.execute.untracked_inputs import WeakTensor, copy_of, operand_of
-from lightning_dpx.memory.execute.values import Both, Identity, Make, Value, View, keep
+from lightning_dpx.memory.execute.values import Both, Make, Value, View, keep
 from lightning_dpx.torch_compat import output_metadata
 
 _TAG = "lightning_dpx.values"

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.memory.execute.values import Identity, Value, identity_of
+from lightning_dpx.memory.execute.tensor_identity import Identity, identity_of
+from lightning_dpx.memory.execute.values import Value
 
 _NOT_AGAIN: tuple[Any, Any] = (lambda: None), None
 

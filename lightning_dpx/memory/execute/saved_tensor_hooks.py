@@ -31,24 +31,14 @@ from lightning_dpx.memory.execute.largest_inputs import tensors_in
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import RECIPES
+from lightning_dpx.memory.execute.recomputation import compute, release_use
 from lightning_dpx.memory.execute.similar_values import Twins
+from lightning_dpx.memory.execute.stored_otherwise import compress, offload
+from lightning_dpx.memory.execute.tensor_identity import Identity, identity_of
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor
-from lightning_dpx.memory.execute.values import (
-    Identity,
-    Strides,
-    Unnamed,
-    Value,
-    View,
-    compress,
-    compute,
-    identity_of,
-    make_uncached,
-    offload,
-    refuse_changed,
-    release_use,
-    same_geometry,
-)
+from lightning_dpx.memory.execute.values import Strides, Unnamed, Value, View, make_uncached, same_geometry
+from lightning_dpx.memory.execute.write_checks import refuse_changed
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,

@@ -32,7 +32,7 @@ from lightning_dpx.memory.execute.recorded_collectives import (
     sharing_memory,
 )
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.values import refuse
+from lightning_dpx.memory.execute.write_checks import refuse
 from lightning_dpx.torch_compat import (
     DisableTorchFunction,
     compiled_call_of,

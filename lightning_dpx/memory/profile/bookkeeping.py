@@ -20,8 +20,10 @@ from torch.nn import functional
 
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.practised import Practised
+from lightning_dpx.memory.execute.recomputation import compute
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
-from lightning_dpx.memory.execute.values import Value, compute, identity_of
+from lightning_dpx.memory.execute.tensor_identity import identity_of
+from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.profile import timing_effort
 

@@ -14,7 +14,8 @@ import torch
 
 from lightning_dpx.memory.execute.calls import OutputKey, SelectiveReplay
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.values import Value, repeat
+from lightning_dpx.memory.execute.recomputation import repeat
+from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 from lightning_dpx.memory.tracing.storage_ledger import Allocation
 

@@ -21,7 +21,9 @@ from lightning_dpx.devices import (
     synchronize,
 )
 from lightning_dpx.memory.execute.offload import copy_seconds
-from lightning_dpx.memory.execute.values import Value, compress, repeat, run_recipe
+from lightning_dpx.memory.execute.recomputation import repeat, run_recipe
+from lightning_dpx.memory.execute.stored_otherwise import compress
+from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping
 from lightning_dpx.memory.profile.call_course import CallCourse, course_of

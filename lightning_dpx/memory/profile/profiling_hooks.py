@@ -14,7 +14,8 @@ from lightning_dpx.memory.execute.recipes.registry import NotRecomputable, Recip
 from lightning_dpx.memory.execute.recorded_collectives import AnswersCollectives
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization
 from lightning_dpx.memory.execute.sharded_units import ShardedUnits
-from lightning_dpx.memory.execute.values import Unnamed, Value, View, identity_of
+from lightning_dpx.memory.execute.tensor_identity import identity_of
+from lightning_dpx.memory.execute.values import Unnamed, Value, View
 from lightning_dpx.memory.profile.autograd_log import AutogradLog
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import Hold, SavedCall

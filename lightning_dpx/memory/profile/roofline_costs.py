@@ -8,7 +8,8 @@ import torch
 
 from lightning_dpx.devices import counts_by_its_clock, is_host
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.values import Value, repeat
+from lightning_dpx.memory.execute.recomputation import repeat
+from lightning_dpx.memory.execute.values import Value
 from lightning_dpx.memory.execute.whole_call_replays import WholeCallReplay
 from lightning_dpx.memory.profile.accelerator_ops import AsOnAccelerators
 from lightning_dpx.memory.profile.bookkeeping import Bookkeeping, measured_bookkeeping

@@ -11,7 +11,8 @@ import torch
 from lightning_dpx.devices import HostFullError, is_out_of_memory, raises_out_of_memory
 from lightning_dpx.memory.execute.calls import SelectiveReplay, select_output
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.values import Unnamed, Value, used
+from lightning_dpx.memory.execute.recomputation import used
+from lightning_dpx.memory.execute.values import Unnamed, Value
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import SavedValue
