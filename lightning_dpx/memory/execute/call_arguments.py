@@ -140,7 +140,7 @@ class CallArguments:
         duplicate._leaves = [apart.get(id(leaf), leaf) for leaf in self._leaves]
         return duplicate
 
-    def have(self, tensor: torch.Tensor) -> bool:
+    def __contains__(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one of them, by its place in the graph."""
         return any(argument.source == (tensor.grad_fn, tensor.output_nr) for argument in self.tensors)
 

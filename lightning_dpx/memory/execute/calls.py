@@ -153,7 +153,7 @@ class Call:
             self._anatomies.forget(uncompiled_of(self.module))
             self._surroundings = CallSurroundings(Anatomy(uncompiled_of(self.module), looks=False), [], _HOST)
         for number, leaf in enumerate(tree_leaves(output)):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not self.arguments.have(leaf):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf not in self.arguments:
                 # An inner call that returned the tensor has left its mark first, and keeps it: to
                 # make that one again runs less than to make this one.
                 marks: dict[Any, Any] = leaf.grad_fn.metadata  # type: ignore[assignment]
@@ -197,7 +197,7 @@ class SelectiveReplay:
         self._wanted: dict[OutputKey, tuple[torch.Size, torch.dtype]] = {}
         self._tell: Callable[[OutputKey, torch.Tensor], None] | None = None
 
-    def want(self, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> None:
+    def request(self, key: OutputKey, size: torch.Size, dtype: torch.dtype) -> None:
         """This tensor will be selected from the call's outputs."""
         self._wanted[key] = size, dtype
 

@@ -74,14 +74,14 @@ class GraphTape:
         names: As given.
         refused: Why values cannot be made again, by name.
         reached: Values that others are made from, found along the graph; ``None`` where they are not asked for.
-        wants_operands: Whether a recipe has asked for operands that are to be noted in the forward.
+        needs_operands: Whether a recipe has asked for operands that are to be noted in the forward.
     """
 
     def __init__(self, names: CallNames) -> None:
         self.names = names
         self.refused: dict[str, str] = {}
         self.reached: ReachedValues | None = None
-        self.wants_operands: bool = True
+        self.needs_operands: bool = True
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The unpack hook that saved tensors of this tape have, by which :meth:`packed` knows them."""
@@ -98,7 +98,7 @@ class GraphTape:
             return False
         self.refused.pop(value.name, None)  # an earlier step may have been another one
         for source in value.sources:
-            source.want()
+            source.add_use()
         return True
 
     def _way_to(self, value: Value, node: Any | None, output: int) -> tuple[Make, Sequence[Any]]:
@@ -158,12 +158,12 @@ class GraphTape:
             outcome.learn(SelectiveReplay(call), [self._argument(argument) for argument in call.arguments.tensors])
             outcome.dropped = True
             for source in outcome.sources:
-                source.want()
+                source.add_use()
             # Weakly: the value holds the call, and cycles would live until Python looks for them,
             # which it does not while a planned forward runs.
             call.outcome = weakref.ref(outcome)
         assert isinstance(outcome.make, SelectiveReplay), "it is a call"
-        outcome.make.want(key, size, dtype)
+        outcome.make.request(key, size, dtype)
         return outcome, key
 
     def _argument(self, argument: Argument) -> Value | View:
@@ -215,7 +215,7 @@ class GraphTape:
             value.learn(make, inputs)
             value.dropped = True
             for source in value.sources:
-                source.want()
+                source.add_use()
         # Weakly: what nothing is made from goes as soon as it has been looked at.
         mark_output(node, output, value)
         if self.reached is not None:
@@ -224,7 +224,7 @@ class GraphTape:
 
     def constant(self, node: Any, index: int, most: int) -> Any:
         """An operand of ``node`` that is not part of the graph: a value, a view of one, or a number as it is."""
-        self.want_operands(node)
+        self.request_operands(node)
         operand = operand_of(node, index)
         if not isinstance(operand, WeakTensor):
             return operand
@@ -243,9 +243,9 @@ class GraphTape:
         """The operand as it shows a value that was saved, or a part of it; ``None`` if it shows none."""
         return None
 
-    def want_operands(self, node: Any) -> None:
+    def request_operands(self, node: Any) -> None:
         """The next step notes operands, too: a recipe has asked for those of ``node``."""
-        self.wants_operands = True
+        self.needs_operands = True
 
     def keep_constant(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor outside of the graph; it may not be written to before backward."""
@@ -358,7 +358,7 @@ class Node:
 
     def copies(self, *names: str) -> list[torch.Tensor]:
         """What these inputs held when the operator ran, of those that are written to without a new version."""
-        self._owner.want_operands(self._node)
+        self._owner.request_operands(self._node)
         return [copy_of(self._node, name) for name in names]
 
     def saved(self, name: str, edge: int | None = None) -> Any:

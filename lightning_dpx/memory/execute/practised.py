@@ -237,9 +237,9 @@ class Practised(Rematerialization):
         with self._guard:
             self._schedule.begin_anew()
 
-    def want_operands(self, node: Any) -> None:
+    def request_operands(self, node: Any) -> None:
         """A recipe asks for the operands of ``node``."""
-        super().want_operands(node)
+        super().request_operands(node)
         forward = getattr(self._current, "forward", None)
         if isinstance(forward, FollowedForward):
             forward.ask(node)

@@ -15,14 +15,14 @@ from lightning_dpx.torch_compat import (
 )
 
 
-def compute(wanted: Value) -> torch.Tensor:
-    """The tensor of ``wanted``, made from what is kept; leaves behind what others still wait for."""
+def compute(target: Value) -> torch.Tensor:
+    """The tensor of ``target``, made from what is kept; leaves behind what others still wait for."""
     is_plain = _surroundings_are_plain()
-    if is_plain and not isinstance(wanted.make, SelectiveReplay) and _has_all(wanted):  # as it is nearly always
-        made_now = wanted.tensor = run_recipe(wanted)
-        used(wanted)
+    if is_plain and not isinstance(target.make, SelectiveReplay) and _has_all(target):  # as it is nearly always
+        made_now = target.tensor = run_recipe(target)
+        release_inputs(target)
         return made_now
-    under_way = _Computation(wanted)
+    under_way = _Computation(target)
     while under_way.stack:
         if is_plain:
             under_way.run_operators()
@@ -34,10 +34,10 @@ def compute(wanted: Value) -> torch.Tensor:
             # A call of a module ends the loop over operators: it runs outside of these contexts.
             call = under_way.stack.pop()
             call.tensor = run_recipe(call)  # with gradients and autocast as in forward
-            under_way.have(call)
+            under_way.note_made(call)
     for value in under_way.later:
-        used(value)
-    return wanted.held()
+        release_inputs(value)
+    return target.held()
 
 
 def _surroundings_are_plain() -> bool:
@@ -57,12 +57,12 @@ class _Computation:
         later: What was made, and whose inputs are told of it only at the end.
     """
 
-    __slots__ = ("_made", "_uses", "_wanted", "later", "stack")
+    __slots__ = ("_made", "_target", "_uses", "later", "stack")
 
-    def __init__(self, wanted: Value) -> None:
-        self.stack = [wanted]
+    def __init__(self, target: Value) -> None:
+        self.stack = [target]
         self.later = list[Value]()
-        self._wanted = wanted
+        self._target = target
         self._made = set[Value]()
         self._uses: dict[Value, int] | None = None  # of nested values, that are still to come
 
@@ -84,16 +84,16 @@ class _Computation:
                 return
             value.tensor = run_recipe(value)
             stack.pop()
-            self.have(value)
+            self.note_made(value)
 
-    def have(self, value: Value) -> None:
+    def note_made(self, value: Value) -> None:
         """``value`` has just been made."""
         needed = self._nested_that_stay(value)
         if self.later or (value in self._made and not value.uncached):
             self.later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
         else:
             self._made.add(value)
-            used(value)
+            release_inputs(value)
         # Giving the uses back has forgotten uncached inputs; those of more to come are put back.
         for source, tensor in needed:
             source.tensor = tensor
@@ -119,8 +119,8 @@ class _Computation:
     def _uses_to_come(self) -> dict[Value, int]:
         """How often each nested value is an input of what is not there yet."""
         uses = dict[Value, int]()
-        stack = [self._wanted]
-        seen = {self._wanted}
+        stack = [self._target]
+        seen = {self._target}
         while stack:
             value = stack.pop()
             if value.tensor is not None:
@@ -165,7 +165,7 @@ def run_recipe(value: Value) -> torch.Tensor:
     return made
 
 
-def used(value: Value) -> None:
+def release_inputs(value: Value) -> None:
     """``value`` has been made: its inputs are asked for once less, unless it will be made again."""
     for source in value.sources:
         if not value.uncached:
@@ -179,12 +179,12 @@ def release_use(value: Value) -> None:
     stack = [value]
     while stack:  # a chain of uncached values may be longer than Python recurses
         value = stack.pop()
-        value.pending -= 1
+        value.uses_left -= 1
         if not value.dropped:
             continue
-        if value.uncached or value.pending <= 0:
+        if value.uncached or value.uses_left <= 0:
             value.tensor = None
-        if value.pending <= 0:
-            value.pending = value.num_uses  # a second backward through the same graph starts anew
+        if value.uses_left <= 0:
+            value.uses_left = value.num_uses  # a second backward through the same graph starts anew
             if value.uncached:
                 stack += value.sources

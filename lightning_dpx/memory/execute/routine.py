@@ -108,7 +108,7 @@ class Routine:
 def make_routine(
     events: Sequence[Event],
     calls: dict[str, int],
-    wanted: Collection[str],
+    needed: Collection[str],
     containers: Collection[str],
     unpacked: Collection[int] = (),
 ) -> Routine:
@@ -117,22 +117,22 @@ def make_routine(
     Args:
         events: Of the forward, in order.
         calls: How often each module was called.
-        wanted: The names of the values that matter.
+        needed: The names of the values that matter.
         containers: The modules that have modules in them. A stretch does not go on across the call of one, because such
             a call may be missing in another step.
         unpacked: The operators whose operands were unpacked.
     """
     # A call that is made again knows its tensors by their numbers, so from its beginning up to the
     # last one that matters nothing may go unheard: there a stretch begins, and none ends.
-    counted = _where_to_count(events, wanted)
+    counted = _where_to_count(events, needed)
     stretches = _Stretches(containers)
     for at, event in enumerate(events):
         if isinstance(event, Entered):
             stretches.enter(at, event, counted.get(at, -1))
         elif isinstance(event, Saved):
-            stretches.save(at, event, matters=event.name in wanted)
+            stretches.save(at, event, matters=event.name in needed)
     stretches.end()
-    unseen = frozenset(_unseen_calls(calls, wanted))
+    unseen = frozenset(_unseen_calls(calls, needed))
     return Routine(stretches.found, calls, unseen, frozenset(stretches.passed), _where_to_note(events, unpacked))
 
 
@@ -216,12 +216,12 @@ class _Stretches:
         self._passing = []
 
 
-def _unseen_calls(calls: dict[str, int], wanted: Collection[str]) -> Iterator[Entered]:
+def _unseen_calls(calls: dict[str, int], needed: Collection[str]) -> Iterator[Entered]:
     """Calls that the plan may be about and that this forward has left out.
 
     One that comes after all ends the routine, which knows nothing of what is saved in it.
     """
-    for name in wanted:
+    for name in needed:
         call = name.rpartition(":")[0]
         path, _, number = call.partition("#")
         which = Entered(path, int(number or 1) - 1)
@@ -229,14 +229,14 @@ def _unseen_calls(calls: dict[str, int], wanted: Collection[str]) -> Iterator[En
             yield which
 
 
-def _where_to_count(events: Sequence[Event], wanted: Collection[str]) -> dict[int, int]:
+def _where_to_count(events: Sequence[Event], needed: Collection[str]) -> dict[int, int]:
     """Where calls begin that are made again for a tensor that they save, and where the last such tensor is saved."""
     begun = dict[Entered, int]()
     found = dict[int, int]()
     for at, event in enumerate(events):
         if isinstance(event, Entered):
             begun[event] = at
-        elif isinstance(event, Saved) and event.call in begun and event.name in wanted:
+        elif isinstance(event, Saved) and event.call in begun and event.name in needed:
             found[begun[event.call]] = at
     return found
 

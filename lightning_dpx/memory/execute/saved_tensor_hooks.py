@@ -123,8 +123,8 @@ class Rematerialization(GraphTape):
         self.known.begin()
         # Noting costs some us for every call of a torch function. So the first forward does it, and
         # later ones only if a recipe has asked for an operand in the forward before.
-        noting = self.wants_operands and not self.names.runs_code  # code is compiled for the modes that are on
-        self.wants_operands = False
+        noting = self.needs_operands and not self.names.runs_code  # code is compiled for the modes that are on
+        self.needs_operands = False
         pack: Pack = self._counted if self.names.again else self.pack
         if self.names.is_distributed:
             pack = partial(self._by_parts, pack)
@@ -217,7 +217,7 @@ class Rematerialization(GraphTape):
         if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are others
             return Unnamed(tensor.detach(), version_counter(tensor))
         value = self.value_of_tensor(base, origin)
-        value.want()
+        value.add_use()
         if base is tensor or same_geometry(tensor, base):
             return value
         return View(value, Strides(identity_of(tensor), value.identity or identity_of(base)))

@@ -58,7 +58,7 @@ class Value:
         made: Whether it was ever made again, which has asked for its inputs.
         uncached: Whether it is forgotten after every use, even if it will be asked for again.
         nested: Whether it is uncached and made from other such values; see :func:`make_uncached`.
-        pending: How often it will still be asked for in this backward.
+        uses_left: How often it will still be asked for in this backward.
         num_uses: How often it is asked for in a backward.
         operator: The name of the node that produced it.
     """
@@ -77,10 +77,10 @@ class Value:
         "nested",
         "num_uses",
         "operator",
-        "pending",
         "sources",
         "tensor",
         "uncached",
+        "uses_left",
         "version",
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ class Value:
         self.uncached: bool = False
         self.nested: bool = False
         self.version: int = -1
-        self.pending: int = 0
+        self.uses_left: int = 0
         self.num_uses: int = 0
         self._storage = 0  # a weak reference, once nothing here holds the storage
 
@@ -116,7 +116,7 @@ class Value:
         while stack:
             top = stack.pop()
             for source in top.sources:
-                source.pending -= 1
+                source.uses_left -= 1
                 source.num_uses -= 1
                 # One with a name is saved itself, so backward will ask for it all the same.
                 if source.dropped and not source.name and not source.num_uses:
@@ -171,9 +171,9 @@ class Value:
         values = (entry.value if isinstance(entry, View) else entry for entry in inputs)
         self.sources = [value for value in values if type(value) is Value]
 
-    def want(self) -> None:
+    def add_use(self) -> None:
         """Notes that one more will ask for it."""
-        self.pending += 1
+        self.uses_left += 1
         self.num_uses += 1
 
 

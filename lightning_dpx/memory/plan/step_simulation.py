@@ -102,8 +102,8 @@ class _NestedValues:
         """A computation begins."""
         self._uses = None
 
-    def release(self, wanted: int, index: int) -> None:
-        """Forgets what ``index`` was made from, but for what is needed until ``wanted`` is there."""
+    def release(self, target: int, index: int) -> None:
+        """Forgets what ``index`` was made from, but for what is needed until ``target`` is there."""
         sources = self._inputs.get(index)
         if sources is None:
             nested = self._choice.nested
@@ -112,7 +112,7 @@ class _NestedValues:
         if not sources:
             return
         if self._uses is None:
-            self._uses = self._uses_to_come(wanted)  # without those of ``index``, which is there
+            self._uses = self._uses_to_come(target)  # without those of ``index``, which is there
         else:
             for source in sources:
                 self._uses[source] = self._uses.get(source, 0) - 1
@@ -122,14 +122,14 @@ class _NestedValues:
             else:
                 self._memory.forget(source)
 
-    def _uses_to_come(self, wanted: int) -> dict[int, int]:
-        """How often each nested value is an input of what is not there yet on the way to ``wanted``."""
+    def _uses_to_come(self, target: int) -> dict[int, int]:
+        """How often each nested value is an input of what is not there yet on the way to ``target``."""
         nested = self._choice.nested
         inputs = self._choice.inputs
         there = self._memory.there
         uses = dict[int, int]()
-        stack = [wanted]
-        seen = {wanted}
+        stack = [target]
+        seen = {target}
         while stack:
             index = stack.pop()
             if there[index]:
@@ -197,11 +197,11 @@ class StepSimulation:
             self.curve.note_spot(event, num_bytes)
         event = 0
         lazy = self._choice.lazy
-        for at, wanted, released in self._outline.requests:
-            if lazy[wanted]:  # nothing changes where autograd asks for what is there all the time
+        for at, target, released in self._outline.requests:
+            if lazy[target]:  # nothing changes where autograd asks for what is there all the time
                 self._advance(event, at)
                 event = at
-                self._serve(wanted, at, released)
+                self._serve(target, at, released)
         self._advance(event, len(profile.curve))
         return self.curve.end(kept.curve), kept
 
@@ -222,32 +222,32 @@ class StepSimulation:
             self.curve.note_span(until - event, memory.num_bytes + self.offloaded.on_the_way.num_bytes)
             event = until
 
-    def _serve(self, wanted: int, event: int, released: int) -> None:
-        """A request of backward, for the value ``wanted``, which it uses until ``released``."""
+    def _serve(self, target: int, event: int, released: int) -> None:
+        """A request of backward, for the value ``target``, which it uses until ``released``."""
         memory = self._memory
         memory.now = event
         self._uses.advance(event)
         memory.release_until(event)
-        if not memory.there[wanted]:
-            self._compute(wanted, event)
+        if not memory.there[target]:
+            self._compute(target, event)
         in_use = memory.in_use
-        in_use[wanted] = max(in_use[wanted], released)
-        value = self._outline.profile.values[wanted]
+        in_use[target] = max(in_use[target], released)
+        value = self._outline.profile.values[target]
         if value.picked:  # autograd uses the memory of the whole call
             (call,) = value.inputs
             in_use[call] = max(in_use[call], released)
-        self._use(wanted)
+        self._use(target)
 
-    def _compute(self, wanted: int, event: int) -> None:
-        """Makes ``wanted`` and whatever is missing on the way to it."""
+    def _compute(self, target: int, event: int) -> None:
+        """Makes ``target`` and whatever is missing on the way to it."""
         inputs = self._choice.inputs
         uncached = self._choice.uncached
         there = self._memory.there
         kept = self._memory.kept
         nested = self._nested
-        stack = [wanted]
+        stack = [target]
         made = set[int]()
-        later = list[int]()  # whose inputs are used up only when ``wanted`` is there
+        later = list[int]()  # whose inputs are used up only when ``target`` is there
         if nested is not None:
             nested.begin()
         self._highest = 0
@@ -268,7 +268,7 @@ class StepSimulation:
             stack.pop()
             self._make(index)
             if nested is not None:
-                nested.release(wanted, index)
+                nested.release(target, index)
             # Made twice for one request: after a part of a backward the counts are off, and nothing
             # more is forgotten before the end.
             if later or (index in made and not uncached[index]):

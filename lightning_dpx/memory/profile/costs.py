@@ -147,7 +147,7 @@ class CostModel:
         """A context in which operators are repeated."""
         return nullcontext()
 
-    def tried(self, value: Value) -> Trial:
+    def trial_of(self, value: Value) -> Trial:
         """What making ``value`` again gives and takes, by the allocator's account."""
         wait = self._seconds_of_waiting()
         token = self._account.start()

@@ -72,8 +72,8 @@ class ProfilingHooks(Rematerialization):
         self._has_tried_calls = False
         # Weak, because the step lets go of values as it would without anybody watching.
         self._new: weakref.WeakKeyDictionary[Value, Allocation | None] = weakref.WeakKeyDictionary()
-        self._tried: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # their numbers
-        self._untried: list[tuple[int, weakref.ref[Value]]] = []  # of what autograd holds
+        self._numbers: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()  # of what was tried
+        self._unnumbered: list[tuple[int, weakref.ref[Value]]] = []  # of what autograd holds
         # Of constants that are kept apart: what counts the writes to them, and how many there were.
         self._copied: weakref.WeakKeyDictionary[Value, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()
         self._holders: dict[str, int] = {}  # how often autograd holds a value
@@ -119,7 +119,7 @@ class ProfilingHooks(Rematerialization):
             self.found.saved[value.name] = self._trace.now
         self._holders[value.name] = self._holders.get(value.name, 0) + 1
         index = self.log.note_saved()
-        self._untried.append((index, weakref.ref(value)))
+        self._unnumbered.append((index, weakref.ref(value)))
         return _Held(packed, index, self)
 
     def _note_in_code(self, tensor: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class ProfilingHooks(Rematerialization):
         """Keeps the value, and looks for its recipe."""
         if value.identity in self.calls.in_code:
             self.refused[value.name] = _IN_CODE
-        elif value not in self._tried:
+        elif value not in self._numbers:
             self.find_recipe(value, node, output)
             units = self.calls.units
             if units.paths and value.make is not None and not units.allows(value, value.name.rpartition(":")[0]):
@@ -258,30 +258,30 @@ class ProfilingHooks(Rematerialization):
         """A backward begins: makes again what was saved since the last one; from now on only autograd holds it."""
         # Where all that a step saves is too small for a decision of its own, its calls may be worth one.
         # Once: a backward may begin at several places before it asks for anything.
-        is_news = bool(self._untried) or not self._has_tried_calls
+        is_news = bool(self._unnumbered) or not self._has_tried_calls
         tries_calls = self.is_over and not self.log.asks and is_news
-        if not self._untried and not tries_calls:
+        if not self._unnumbered and not tries_calls:
             return
         self._holders.clear()
         self._refuse_written()
         synchronize(self._costs.device)
         try:
             with disable_current_modes(), self._costs.trying(), self._asking_nobody():
-                tried = try_values(dict(self._new), self.refused, self._tried, self.found, self._costs)
+                numbered = try_values(dict(self._new), self.refused, self._numbers, self.found, self._costs)
                 if self.is_over:
                     # Whether what has gone in a step with backwards of its own is needed in another one, who knows.
-                    self.found.add_dead({**self._tried})
+                    self.found.add_dead({**self._numbers})
                 if tries_calls:
                     self._has_tried_calls = True
                     self.calls.try_all(self._costs)
         finally:
             self._new.clear()  # also where memory runs out: then all that is held goes
-        for index, reference in self._untried:
+        for index, reference in self._unnumbered:
             value = reference()
-            if value is not None and value in self._tried:
-                self.log.values[index] = self._tried[value]
-        self._untried.clear()
-        for value in tried:
+            if value is not None and value in self._numbers:
+                self.log.values[index] = self._numbers[value]
+        self._unnumbered.clear()
+        for value in numbered:
             value.learn(None, ())  # they would keep each other longer than autograd does
 
     def _asking_nobody(self) -> AbstractContextManager[Any]:

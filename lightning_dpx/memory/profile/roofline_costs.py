@@ -113,7 +113,7 @@ class RooflineCosts(CostModel):
     def _watch(self) -> RatedTrace:
         return RatedTrace(self.device, self._target, self._writes)
 
-    def tried(self, value: Value) -> Trial:
+    def trial_of(self, value: Value) -> Trial:
         """The tensor of ``value``, made again, and what that would take.
 
         Raises:

@@ -11,7 +11,7 @@ import torch
 from lightning_dpx.devices import HostFullError, is_out_of_memory, raises_out_of_memory
 from lightning_dpx.memory.execute.calls import SelectiveReplay, select_output
 from lightning_dpx.memory.execute.recipes import NotRecomputable
-from lightning_dpx.memory.execute.recomputation import used
+from lightning_dpx.memory.execute.recomputation import release_inputs
 from lightning_dpx.memory.execute.values import Unnamed, Value
 from lightning_dpx.memory.profile.call_course import CallCourse
 from lightning_dpx.memory.profile.costs import CostModel
@@ -29,7 +29,7 @@ _Kind = tuple[Any, ...]  # the operator, and the bytes of what it makes and of w
 def try_values(
     spans: dict[Value, Allocation | None],
     refused: Mapping[str, str],
-    tried: "weakref.WeakKeyDictionary[Value, int]",
+    numbers: "weakref.WeakKeyDictionary[Value, int]",
     found: FoundValues,
     costs: CostModel,
 ) -> list[Value]:
@@ -38,7 +38,7 @@ def try_values(
     Args:
         spans: The values, with their memory.
         refused: Why there is no recipe for some of them, by name.
-        tried: The numbers of those of earlier backwards; gets those of the new ones.
+        numbers: Those of values of earlier backwards; gets those of the new ones.
         found: Gets what is found out.
         costs: Tries them.
 
@@ -46,7 +46,7 @@ def try_values(
         The new values, with those that are not saved on the way to them.
     """
     # What was tried in an earlier backward has its number, and new values may be made from it.
-    order: dict[Value, int] = dict(tried)
+    order: dict[Value, int] = dict(numbers)
     new = _in_order(spans, order, len(found.values))
     trials = _Trials(order, costs)
     _compress_masks(spans, trials, costs)
@@ -61,7 +61,7 @@ def try_values(
     for value in new:  # inputs come first, which planners rely on
         why = trials.refused[value] if value in spans else ""  # on the way to others, it is made again whatever it is
         found.values.append(trials.saved_value(value, why, found.saved.get(value.name, 0)))
-    tried.update((value, order[value]) for value in new)
+    numbers.update((value, order[value]) for value in new)
     return new
 
 
@@ -103,7 +103,7 @@ class _Trials:
         What is one of many is made once, to see that it is right: the others tell the time. A first one may fill
         caches, for example of what a library compiled for these shapes, so it is made twice.
         """
-        trial = costs.tried(value)
+        trial = costs.trial_of(value)
         if value.tensor is None:  # nothing was known of it
             self.sizes[value] = 0 if _is_view_of(value, trial.tensor) else _bytes_on(costs.device, trial.tensor)
         kind = self._kind_of(value)
@@ -116,7 +116,7 @@ class _Trials:
         else:
             first = trial.seconds
             del trial  # or the account would find it beside the next one
-            trial = costs.tried(value)
+            trial = costs.trial_of(value)
             self.note(value, min(first, trial.seconds))
         self.memory.beside[value] = max(0, trial.most - self.sizes[value])
         return trial.tensor
@@ -313,9 +313,9 @@ def _try(value: Value, trials: _Trials, costs: CostModel) -> str:
             trials.memory.courses[top] = _course_of(top, costs)
         top.tensor = trials.make(top, costs)
         stack.pop()
-        used(top)
+        release_inputs(top)
     again = trials.make(value, costs)
-    used(value)
+    release_inputs(value)
     original = value.held()  # the profile keeps everything
     operator = value.operator or "the call that saves it"
     if again.shape != original.shape or again.dtype != original.dtype:

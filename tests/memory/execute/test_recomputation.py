@@ -12,8 +12,8 @@ def dropped(name: str, tensor: torch.Tensor, source: Value) -> Value:
     """A value that doubles its source, which is told of this use."""
     value = Value(name, "MulBackward0")
     value.learn(lambda x: x * 2, (source,))
-    source.want()
-    value.want()  # backward's own
+    source.add_use()
+    value.add_use()  # backward's own
     value.drop(tensor)
     return value
 

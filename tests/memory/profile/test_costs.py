@@ -53,14 +53,14 @@ def repeats(make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) 
 def test_an_operator_takes_what_it_takes_beyond_one_that_does_nothing(clock: Clock, rows: int, expected: float) -> None:
     model = CostModel(torch.device("sim", 0))
     assert model.times_steps
-    found = model.tried(repeats(clock.timed, torch.ones(rows, device="sim:0")))
+    found = model.trial_of(repeats(clock.timed, torch.ones(rows, device="sim:0")))
     assert found.seconds == pytest.approx(expected)
 
 
 def test_on_the_host_nothing_is_taken_off(monkeypatch: Any) -> None:
     clock = Clock()
     monkeypatch.setattr(costs, "clock_of", lambda device: clock)
-    found = CostModel(torch.device("cpu")).tried(repeats(clock.timed, torch.ones(1)))
+    found = CostModel(torch.device("cpu")).trial_of(repeats(clock.timed, torch.ones(1)))
     assert found.seconds == pytest.approx(WAIT)
 
 

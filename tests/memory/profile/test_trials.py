@@ -25,9 +25,9 @@ class CountingCosts(CostModel):
         self.values: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
-    def tried(self, value: Value) -> Trial:
+    def trial_of(self, value: Value) -> Trial:
         self.values[value.operator] += 1
-        return super().tried(value)
+        return super().trial_of(value)
 
     def timed_replay(self, replay: WholeCallReplay) -> TimedReplay:
         self.calls[type(replay.call.module).__name__] += 1
