@@ -20,7 +20,7 @@ from lightning_dpx.memory.execute.planned_forwards import PlannedForwards, leave
 from lightning_dpx.memory.execute.recipes import own_recipes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
-from lightning_dpx.memory.execute.similar_values import twins_of_calls
+from lightning_dpx.memory.execute.similar_values import similar_calls
 from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
@@ -68,7 +68,7 @@ class AppliedPlan:
             )
         if plan.replayed:
             # Who watches is to see what no plan knows.
-            alike = () if watches else twins_of_calls(module, plan.replayed, {d.module for d in plan.decisions})
+            alike = () if watches else similar_calls(module, plan.replayed, {d.module for d in plan.decisions})
             self._replays = Replays(module, plan.replayed, alike)
         # What drops something has to be followed, or the step exceeds its budget.
         told = _UNTOLD if plan.keeps_all else ""

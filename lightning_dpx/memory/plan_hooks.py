@@ -5,7 +5,7 @@ from torch import nn
 from lightning_dpx.memory.execute.module_calls import CallNames, opened_by
 from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
-from lightning_dpx.memory.execute.similar_values import KnownDecision, Room, Twins
+from lightning_dpx.memory.execute.similar_values import KnownDecision, Room, SimilarValues
 from lightning_dpx.memory.plan.plan import MemoryPlan
 
 _WATCHED = 8  # steps
@@ -33,11 +33,13 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool, told
     names = CallNames(module, again=plan.calls, opened=opened_by(known, module), told=told)
     dropped = plan.names("recompute", "recompute each time")
     uncached = plan.uncached
-    twins: Twins | None = None
+    similar: SimilarValues | None = None
     # What is saved in compiled code, and of sharded parameters, is not named by a plan.
     if not names.runs_code and not plan.units and not names.is_distributed:
         # Who watches plans anew for larger batches.
-        twins = Twins(module, decided_by(plan), Room(plan.budget, plan.peak, plan.saved_bytes or 0), grows=not watches)
+        similar = SimilarValues(
+            module, decided_by(plan), Room(plan.budget, plan.peak, plan.saved_bytes or 0), grows=not watches
+        )
     actions = ValueActions(
         dropped=dropped,
         # In the order of the plan, which has inputs first: whether such a value is nested depends
@@ -50,6 +52,6 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool, told
     )
     # A routine switches hooks on and off at modules, and there are none inside of code.
     if names.runs_code:
-        return Rematerialization(names, actions, twins)
+        return Rematerialization(names, actions, similar)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
-    return Practised(names, trusted, actions, twins, watched=_WATCHED if watches else 1)
+    return Practised(names, trusted, actions, similar, watched=_WATCHED if watches else 1)

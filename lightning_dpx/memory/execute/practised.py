@@ -18,7 +18,7 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Routine, Saved
 from lightning_dpx.memory.execute.routine_forwards import OF_ANOTHER_STEP, FollowedForward, RoutineForward, SavedSizes
 from lightning_dpx.memory.execute.saved_tensor_hooks import Pack, Rematerialization, ValueActions
-from lightning_dpx.memory.execute.similar_values import Twins
+from lightning_dpx.memory.execute.similar_values import SimilarValues
 from lightning_dpx.memory.execute.step_peaks import StepPeaks
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
 from lightning_dpx.memory.execute.values import Value
@@ -33,7 +33,7 @@ class Practised(Rematerialization):
         names: Tells which module call is running; its hooks are on the modules while a forward is followed.
         trusted: Operators that the plan repeats.
         actions: As of :class:`Rematerialization`.
-        twins: As of :class:`Rematerialization`.
+        similar: As of :class:`Rematerialization`.
         watched: The least number of forwards that are followed call by call: the first ones, and as many again after
             one that did not follow the routine.
     """
@@ -43,11 +43,11 @@ class Practised(Rematerialization):
         names: CallNames,
         trusted: Collection[str],
         actions: ValueActions,
-        twins: Twins | None = None,
+        similar: SimilarValues | None = None,
         *,
         watched: int = 1,
     ) -> None:
-        super().__init__(names, actions, twins)
+        super().__init__(names, actions, similar)
         self._trusted = trusted
         self._current = threading.local()
         planned = {*self.actions.dropped, *_siblings_of(self.actions.dropped, names.parts)}
@@ -63,7 +63,7 @@ class Practised(Rematerialization):
         self._refused_before: set[str] = set()
         self._sizes = SavedSizes()
         # Who watches asks for all that is unknown, and plans for that.
-        self._peaks = StepPeaks(twins if self._schedule.follows_growth else None)
+        self._peaks = StepPeaks(similar if self._schedule.follows_growth else None)
 
     @property
     def _only_looks(self) -> bool:
@@ -210,7 +210,7 @@ class Practised(Rematerialization):
         # of what the plan's own operators make, than the budget exceeded.
         forward = getattr(self._current, "forward", None)
         is_trusted = node is not None and node.name() in self._trusted
-        if forward is not None and forward.changed and is_trusted and self.can_make(value, node, output, self.twins):
+        if forward is not None and forward.changed and is_trusted and self.can_make(value, node, output, self.similar):
             return True
         is_dropped = super().consider(value, node, output)
         if isinstance(forward, RoutineForward) and not is_dropped and self._is_news(value.name):
@@ -222,10 +222,10 @@ class Practised(Rematerialization):
         if super().is_like(value, names):
             return True
         forward = getattr(self._current, "forward", None)
-        if not names or self.twins is None or forward is None or not forward.changed:
+        if not names or self.similar is None or forward is None or not forward.changed:
             return False
         # The numbers of a compressed or an offloaded value come back as they were, whatever it is.
-        return self.twins.is_of_forward(value) and value.operator in self.twins.are_made_like(names)
+        return self.similar.is_of_forward(value) and value.operator in self.similar.are_made_like(names)
 
     def _is_news(self, name: str) -> bool:
         """Whether a value is not dropped that the plan drops, and that was dropped before."""

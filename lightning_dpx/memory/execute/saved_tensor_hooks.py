@@ -32,7 +32,7 @@ from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.offload import Offloader
 from lightning_dpx.memory.execute.recipes import RECIPES
 from lightning_dpx.memory.execute.recomputation import compute, release_use
-from lightning_dpx.memory.execute.similar_values import Twins
+from lightning_dpx.memory.execute.similar_values import SimilarValues
 from lightning_dpx.memory.execute.stored_otherwise import compress, offload
 from lightning_dpx.memory.execute.tensor_identity import Identity, identity_of
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
@@ -79,11 +79,11 @@ class Rematerialization(GraphTape):
     Args:
         names: Tells which module call is running.
         actions: What is done to which values.
-        twins: Decides about values that nothing was decided about.
+        similar: Decides about values that nothing was decided about.
 
     Attributes:
         actions: As given.
-        twins: As given.
+        similar: As given.
         unknown: Bytes of values that a backward has asked for and that are not known, by name.
         known: The values of the last forward.
         kinds: Types of tensors that it handles; others are kept.
@@ -91,10 +91,12 @@ class Rematerialization(GraphTape):
 
     kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor,)
 
-    def __init__(self, names: CallNames, actions: ValueActions | None = None, twins: Twins | None = None) -> None:
+    def __init__(
+        self, names: CallNames, actions: ValueActions | None = None, similar: SimilarValues | None = None
+    ) -> None:
         super().__init__(names)
         self.actions: ValueActions = ValueActions() if actions is None else actions
-        self.twins: Twins | None = twins
+        self.similar: SimilarValues | None = similar
         self.unknown: dict[str, int] = dict[str, int]()
         self.known: KnownValues = KnownValues()
         self._forward = _Forward(0.0)
@@ -116,8 +118,8 @@ class Rematerialization(GraphTape):
             counts_waiting: Whether :attr:`waiting` will be asked for, for which all values are looked at.
         """
         self.names.begin()
-        if self.twins is not None:
-            self.twins.given = _storages_in(inputs)
+        if self.similar is not None:
+            self.similar.given = _storages_in(inputs)
         waiting = self.known.share_waiting() * (self._forward.waiting + 1) if counts_waiting else 0.0
         self._forward = _Forward(waiting)
         self.known.begin()
@@ -146,7 +148,7 @@ class Rematerialization(GraphTape):
     @property
     def can_tell(self) -> bool:
         """Whether steps are noticed that are other ones than the planned one."""
-        return self.twins is not None
+        return self.similar is not None
 
     @property
     def waiting(self) -> float:
@@ -154,15 +156,15 @@ class Rematerialization(GraphTape):
         return self._forward.waiting
 
     def widen(self) -> None:
-        """From the next forward on, what has a dropped twin is dropped."""
-        if self.twins is not None:
-            self.twins.of_all = True
+        """From the next forward on, what is similar to a dropped value is dropped."""
+        if self.similar is not None:
+            self.similar.of_all = True
 
     def peak_of_other_step(self) -> int:
         """About what the last forward has taken, or a backward of it will; 0 if that forward was as planned for."""
-        if self.twins is None or not self._forward.differs:
+        if self.similar is None or not self._forward.differs:
             return 0
-        return max(self._forward.most, self.twins.peak_of_backward(self.known.present()))
+        return max(self._forward.most, self.similar.peak_of_backward(self.known.present()))
 
     def remove(self) -> None:
         """Takes the hooks off the modules."""
@@ -276,7 +278,7 @@ class Rematerialization(GraphTape):
             value.drop(tensor)
         elif value.tensor is None and not value.dropped:
             value.keep(tensor)
-            if self.twins is None or self.twins.is_of_step(value):
+            if self.similar is None or self.similar.is_of_step(value):
                 self._forward.kept += tensor.nbytes
                 self._note_most()
             if self.is_like(value, self.actions.compressed):
@@ -293,28 +295,28 @@ class Rematerialization(GraphTape):
         """Notes what another forward than the planned one has at a time, of what may be gone before its end."""
         forward = self._forward
         # With a tenth more it is looked at again: each look is at all values that are there.
-        if self.twins is None or not forward.differs or forward.kept <= 1.1 * forward.looked_at:
+        if self.similar is None or not forward.differs or forward.kept <= 1.1 * forward.looked_at:
             return
         forward.looked_at = forward.kept
-        forward.most = max(forward.most, self.twins.bytes_kept(self.known.present()))
+        forward.most = max(forward.most, self.similar.bytes_kept(self.known.present()))
 
     def is_like(self, value: Value, names: Collection[str]) -> bool:
-        """Whether the value is one of these of the plan, or where the plan does not know it, has one as its twin."""
+        """Whether the value is one of these of the plan, or similar to one of them where the plan does not know it."""
         if value.name in names:
             return True
         # Most plans compress and offload nothing, and this is asked of every value that is kept.
-        if not names or self.twins is None or not self.twins.is_other(value):
+        if not names or self.similar is None or not self.similar.is_other(value):
             return False
-        return any(twin in names for twin in self.twins.of(value))
+        return any(name in names for name in self.similar.of(value))
 
     def consider(self, value: Value, node: Any | None, output: int) -> bool:
         """Whether to drop ``value``, now that its name and its producer are known; if so it knows how it is made."""
-        twins = self.twins
-        is_other = twins is not None and twins.is_other(value)
+        similar = self.similar
+        is_other = similar is not None and similar.is_other(value)
         self._forward.differs = self._forward.differs or is_other
-        by_twins = twins if is_other or (twins is not None and twins.of_all) else None
-        is_wanted = value.name in self.actions.dropped or (by_twins is not None and by_twins.drop(value))
-        if is_wanted and self.can_make(value, node, output, by_twins):
+        by_similar = similar if is_other or (similar is not None and similar.of_all) else None
+        is_to_drop = value.name in self.actions.dropped or (by_similar is not None and by_similar.drop(value))
+        if is_to_drop and self.can_make(value, node, output, by_similar):
             if value.name in self._uncached_order:
                 self._undecided.append(weakref.ref(value))
             return True
@@ -326,11 +328,11 @@ class Rematerialization(GraphTape):
             value.forget_recipe()
         return False
 
-    def can_make(self, value: Value, node: Any | None, output: int, twins: Twins | None) -> bool:
-        """Whether it can be made again; as far as ``twins`` tell, also whether there is room for that."""
+    def can_make(self, value: Value, node: Any | None, output: int, similar: SimilarValues | None) -> bool:
+        """Whether it can be made again; as far as ``similar`` tells, also whether there is room for that."""
         if not self.find_recipe(value, node, output):
             return False
-        if twins is None or twins.fits(value, self._forward.kept):
+        if similar is None or similar.fits(value, self._forward.kept):
             return True
         self.refused[value.name] = "there is no room to make it again, with all that it is made from"
         return False

@@ -1,6 +1,6 @@
-"""What becomes of values that a plan does not know, because steps differ: what became of their twins.
+"""What becomes of values that a plan does not know, because steps differ: what became of similar ones.
 
-A step may call layers that the profiled one skipped, or give an expert more rows than it had. A twin of a value is
+A step may call layers that the profiled one skipped, or give an expert more rows than it had. A similar value is
 saved in the same place of another call, of the same module or of another one of the same class: in ``blocks.4.mlp:1``
 what is in ``blocks.0.mlp:1``, if the blocks are of one class. The larger the modules that are alike, the better they
 tell.
@@ -47,7 +47,7 @@ class Room(NamedTuple):
     kept: int
 
 
-class Twins:
+class SimilarValues:
     """The places of a plan's values.
 
     Args:
@@ -57,7 +57,8 @@ class Twins:
         grows: Whether a value that is larger than what was decided about counts as unknown.
 
     Attributes:
-        of_all: Whether values that the plan keeps are dropped as well, where a twin is: after a step that took more.
+        of_all: Whether values that the plan keeps are dropped as well, where a similar one is: after a step that took
+            more.
         given: The storages of what the forward takes, which are no memory of the step.
     """
 
@@ -69,7 +70,7 @@ class Twins:
         self.given: Collection[int] = ()
         self._classes = {path: type(part) for path, part in module.named_modules()}
         self._trusted = {entry.operator for entry in decided.values() if entry.is_dropped}
-        self._twins: dict[_Place, list[str]] = {}
+        self._similar: dict[_Place, list[str]] = {}
         self._last: dict[str, tuple[int, int]] = {}  # call of a module and number in it, by path
         for name in decided:
             if ":" in name:  # else it is about a call
@@ -92,11 +93,11 @@ class Twins:
         """Whether the memory of ``value`` is the step's own.
 
         What has no producer was there before as a rule: inputs, buffers, frozen parameters. A plan decides about none
-        of these, and where it has decided about such a value, or about a twin, it is another one: a mask, an index.
+        of these, and where it has decided about such a value, or a similar one, it is another one: a mask, an index.
         """
         if value.identity is not None and value.identity.storage in self.given:
             return False
-        return bool(value.operator or value.name in self._decided or self._twins_of(value.name, value.operator))
+        return bool(value.operator or value.name in self._decided or self._similar_to(value.name, value.operator))
 
     def is_of_forward(self, value: Value) -> bool:
         """Whether the memory of ``value`` is not that of what the forward takes."""
@@ -107,18 +108,18 @@ class Twins:
         # What a recipe gives was compared for the plan's own operators only.
         if value.operator not in self._trusted:
             return False
-        twins = self._twins_of(value.name, value.operator)
-        if not twins:
+        similar = self._similar_to(value.name, value.operator)
+        if not similar:
             return value.name not in self._decided
-        return any(self._decided[twin].is_dropped for twin in twins)
+        return any(self._decided[name].is_dropped for name in similar)
 
     def are_made_like(self, names: Collection[str]) -> frozenset[str]:
         """The operators that have made the values of these names."""
         return frozenset(self._decided[name].operator for name in names if name in self._decided)
 
     def of(self, value: Value) -> Collection[str]:
-        """The names of its twins."""
-        return self._twins_of(value.name, value.operator)
+        """The names of similar values that the plan knows."""
+        return self._similar_to(value.name, value.operator)
 
     def fits(self, value: Value, kept: int) -> bool:
         """Whether there is room to make ``value`` again, beside the bytes that are ``kept`` of what came before it."""
@@ -172,19 +173,19 @@ class Twins:
         """What the planned step has at a time, beside what it keeps."""
         return 0 if self._room.peak is None else self._room.peak - self._room.kept
 
-    def _twins_of(self, name: str, operator: str) -> Collection[str]:
-        if not self._twins:
+    def _similar_to(self, name: str, operator: str) -> Collection[str]:
+        if not self._similar:
             self._find_places()
         for place in self._places(name, operator):
-            twins = [twin for twin in self._twins.get(place, ()) if twin != name]
-            if twins:
-                return twins
+            similar = [other for other in self._similar.get(place, ()) if other != name]
+            if similar:
+                return similar
         return ()
 
     def _find_places(self) -> None:
         for name, entry in self._decided.items():
             for place in self._places(name, entry.operator):
-                self._twins.setdefault(place, []).append(name)
+                self._similar.setdefault(place, []).append(name)
 
     def _places(self, name: str, operator: str) -> Iterator[_Place]:
         """Where a value is saved, seen from the modules around it, the largest first."""
@@ -204,7 +205,7 @@ def _place_in_step(name: str) -> tuple[str, int, int]:
     return path, int(call or 1), int(number)
 
 
-def twins_of_calls(module: nn.Module, replayed: Collection[str], known: Collection[str]) -> list[str]:
+def similar_calls(module: nn.Module, replayed: Collection[str], known: Collection[str]) -> list[str]:
     """Paths of modules of the classes of those whose calls are replayed, in and round which nothing is known.
 
     Args:

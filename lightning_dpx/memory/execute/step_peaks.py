@@ -6,7 +6,7 @@ from typing import Any
 from lightning_dpx.memory.execute.call_bytes import CallBytes
 from lightning_dpx.memory.execute.known_values import KnownValues
 from lightning_dpx.memory.execute.largest_inputs import LargestInputs
-from lightning_dpx.memory.execute.similar_values import Twins
+from lightning_dpx.memory.execute.similar_values import SimilarValues
 from lightning_dpx.memory.plan.plan import module_of
 
 
@@ -14,15 +14,15 @@ class StepPeaks:
     """The peaks of steps that are not followed call by call.
 
     Args:
-        twins: Knows the planned step and its budget; without it no calls are looked at.
+        similar: Knows the planned step and its budget; without it no calls are looked at.
 
     Attributes:
         peak: Of the last forward, if it surely exceeds the budget; else 0.
     """
 
-    def __init__(self, twins: Twins | None) -> None:
+    def __init__(self, similar: SimilarValues | None) -> None:
         self.peak: int = 0
-        self._twins = twins
+        self._similar = similar
         self._inputs = LargestInputs()
         self._calls = CallBytes()
 
@@ -46,11 +46,11 @@ class StepPeaks:
             calls: How often it has called each module.
             known: What was saved.
         """
-        if self._twins is None:
+        if self._similar is None:
             return
         kept = list[tuple[str, int]]()
         for value in known.present():
-            if value.tensor is not None and self._twins.is_of_step(value):
+            if value.tensor is not None and self._similar.is_of_step(value):
                 kept.append((module_of(value.name), value.tensor.nbytes))
         self._calls.note(calls, kept)
 
@@ -61,11 +61,11 @@ class StepPeaks:
             calls: How often it has called the modules that are counted.
         """
         # Where all forwards have called the same, this one has, too, or has lost its routine.
-        if self._twins is None or not self.varying:
+        if self._similar is None or not self.varying:
             return False
-        peak = self._twins.peak_of_calls(self._calls.kept_by(calls))
+        peak = self._similar.peak_of_calls(self._calls.kept_by(calls))
         # Which call keeps a value depends on which of them comes first.
-        if self._twins.exceeds(peak, surely=True):
+        if self._similar.exceeds(peak, surely=True):
             self.peak = peak
             return False
-        return self._twins.exceeds(peak, surely=False)
+        return self._similar.exceeds(peak, surely=False)
