@@ -13,7 +13,7 @@ from lightning_dpx.devices import distinct_devices
 from lightning_dpx.errors import UnsupportedError
 from lightning_dpx.lightning.lightning_api import Trainer
 from lightning_dpx.lightning.memory.auto_shift import states_of
-from lightning_dpx.lightning.memory.optimizer_twin import OptimizerTwin, trained_by, with_twin
+from lightning_dpx.lightning.memory.shadow_optimizer import ShadowOptimizer, trained_by, with_shadow_optimizer
 from lightning_dpx.memory.profile.roofline import OperatorSeconds, Rates
 from lightning_dpx.memory.profile.step_seconds import StepSeconds
 from lightning_dpx.reducers import REDUCERS, GradientReducer, HierarchicalReducer, make_reducer
@@ -172,12 +172,12 @@ def _seconds_of_step(optimizer: Any, rates: Rates) -> float:
     # Few operators work on all parameters at once, so what they move counts and not how many there are.
     moving = replace(rates, start=0.0)
 
-    def seconds(twin: OptimizerTwin) -> float:
+    def seconds(shadow: ShadowOptimizer) -> float:
         with OperatorSeconds(moving) as found:
-            twin.step()
+            shadow.step()
         return float(found.seconds)
 
-    measured = with_twin(optimizer, seconds, elsewhere=True)
+    measured = with_shadow_optimizer(optimizer, seconds, elsewhere=True)
     if measured is not None:
         return measured
     # Parameters and states are read and written, gradients are read.

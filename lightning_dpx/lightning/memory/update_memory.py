@@ -1,14 +1,14 @@
 """What steps of optimizers take on the host beside parameters, gradients and states, where nothing measures it.
 
 Some take as much as all parameters together (``foreach=True`` keeps a list of what it computes for each of them), some
-as much as the largest. Which it is shows on a small twin.
+as much as the largest. Which it is shows on a small shadow.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_dpx.devices import canonical_device, is_host
-from lightning_dpx.lightning.memory.optimizer_twin import OptimizerTwin, trained_by, with_twin
+from lightning_dpx.lightning.memory.shadow_optimizer import ShadowOptimizer, trained_by, with_shadow_optimizer
 from lightning_dpx.memory import HostAccount
 
 
@@ -17,7 +17,7 @@ def bytes_of_update(optimizers: Sequence[Any]) -> int:
     most = 0
     for optimizer in optimizers:
         if _is_on_host(optimizer):
-            most = max(most, int(with_twin(optimizer, _taken) or 0))
+            most = max(most, int(with_shadow_optimizer(optimizer, _taken) or 0))
     return most
 
 
@@ -25,12 +25,12 @@ def _is_on_host(optimizer: Any) -> bool:
     return all(is_host(canonical_device(parameter.device)) for parameter in trained_by(optimizer))
 
 
-def _taken(twin: OptimizerTwin) -> float:
-    """Bytes that come and go in a step of a twin."""
+def _taken(shadow: ShadowOptimizer) -> float:
+    """Bytes that come and go in a step of a shadow."""
     account = HostAccount()
     started = account.start()
     try:
-        twin.step()
+        shadow.step()
     finally:
         taken = account.stop(started)
     return taken.most

@@ -1,4 +1,4 @@
-"""A small twin of an optimizer, whose steps tell what those of the optimizer itself take.
+"""A small shadow of an optimizer, whose steps tell what those of the optimizer itself take.
 
 Its settings are the same, and its parameters are parts of the rows: what a step computes are tensors of the shapes of
 parameters, so bytes and time grow as these do.
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-_ELEMENTS = 2**18  # of a twin's parameters, about: what Python objects take does not count beside them
+_ELEMENTS = 2**18  # of a shadow's parameters, about: what Python objects take does not count beside them
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerTwin:
+class ShadowOptimizer:
     """An optimizer of the same class and settings that has made its states.
 
     Attributes:
-        optimizer: The twin.
+        optimizer: The shadow.
         scale: By how much the parameters of the optimizer itself are larger.
     """
 
@@ -37,14 +37,16 @@ class OptimizerTwin:
         inspect.unwrap(type(self.optimizer).step)(self.optimizer)
 
 
-def with_twin(optimizer: Any, measure: Callable[[OptimizerTwin], float], *, elsewhere: bool = False) -> float | None:
-    """What ``measure`` finds on a twin, scaled to the optimizer itself; ``None`` where there can be none.
+def with_shadow_optimizer(
+    optimizer: Any, measure: Callable[[ShadowOptimizer], float], *, elsewhere: bool = False
+) -> float | None:
+    """What ``measure`` finds on a shadow, scaled to the optimizer itself; ``None`` where there can be none.
 
     Args:
         optimizer: Of torch; what others do when they are made is not known.
-        measure: Is given the twin after its first step, which has made states.
+        measure: Is given the shadow after its first step, which has made states.
         elsewhere: Whether the optimizer will be on an accelerator, where torch takes ``foreach=True`` for most; the
-            twin is on the host.
+            shadow is on the host.
     """
     # A class of the user's may do anything when it is made.
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
@@ -65,9 +67,9 @@ def with_twin(optimizer: Any, measure: Callable[[OptimizerTwin], float], *, else
         small += mine
     scale: float = sum(parameter.nbytes for parameter in trained) / sum(parameter.nbytes for parameter in small)
     try:
-        twin = OptimizerTwin(type(optimizer)(groups), scale)
-        twin.step()
-        return measure(twin) * scale
+        shadow = ShadowOptimizer(type(optimizer)(groups), scale)
+        shadow.step()
+        return measure(shadow) * scale
     except Exception:  # noqa: BLE001  such as one that takes its step with a closure only
         return None
 

@@ -1,4 +1,4 @@
-"""A small twin of an optimizer tells what a step of the real one takes; a simulated device's clock says the same."""
+"""A small shadow of an optimizer tells what a step of the real one takes; a simulated device's clock says the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory.optimizer_twin import OptimizerTwin, trained_by, with_twin
+from lightning_dpx.lightning.memory.shadow_optimizer import ShadowOptimizer, trained_by, with_shadow_optimizer
 from lightning_dpx.lightning.memory.step_times import seconds_of_update
 from lightning_dpx.memory.profile.roofline import Rates, rates_of
 from tests.conftest import SIMULATED, sim_device
@@ -87,8 +87,8 @@ def test_an_empty_parameter_has_an_empty_part() -> None:
 def test_what_is_not_trained_has_no_twin() -> None:
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = torch.optim.SGD([frozen], lr=0.1)
-    seen: list[OptimizerTwin] = []
-    assert with_twin(optimizer, lambda twin: seen.append(twin) or 1.0) is None
+    seen: list[ShadowOptimizer] = []
+    assert with_shadow_optimizer(optimizer, lambda shadow: seen.append(shadow) or 1.0) is None
     assert seen == []
     assert trained_by(optimizer) == []
     assert seconds_of_update([optimizer], [frozen], [0], RATES) == 0
