@@ -13,11 +13,11 @@ from torch import nn
 from lightning_dpx.arguments import check_is_module
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
-from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.planned_forwards import PlannedForwards, leave_interrupted
 from lightning_dpx.memory.execute.recipes import own_recipes
+from lightning_dpx.memory.execute.recompiled_parts import RecompiledParts
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization
 from lightning_dpx.memory.execute.sharded_units import inner_units
 from lightning_dpx.memory.execute.similar_values import similar_calls
@@ -59,7 +59,7 @@ class AppliedPlan:
         self.values: Rematerialization | None = None
         self._replays: Replays | None = None
         # First, as hooks go round the code that is there.
-        self._code = CodeShares(module, plan.shares)
+        self._code = RecompiledParts(module, plan.shares)
         for path, why in self._code.refused.items():
             warnings.warn(
                 f"The plan has {path or 'the model'} save {plan.shares[path]:.0%} of what its compiled code would, but "

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import clock_of, is_host, synchronize
-from lightning_dpx.memory.execute.code_shares import CodeShares
 from lightning_dpx.memory.execute.compiled_calls import hook_compiled_call, uncompiled_of
 from lightning_dpx.memory.execute.module_calls import OF_CODE, CallNames, do_nothing
+from lightning_dpx.memory.execute.recompiled_parts import RecompiledParts
 from lightning_dpx.memory.profile.code_runs import curve_of_runs
 from lightning_dpx.memory.profile.data import CodeRun, CompiledCall, Profile, SavedCall
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory, account_of
@@ -365,7 +365,7 @@ class _Trials:
 
     @contextmanager
     def _sharing(self, share: float) -> Iterator[None]:
-        code = CodeShares(self._module, dict.fromkeys(self._names.compiled, share) if share < 1 else {})
+        code = RecompiledParts(self._module, dict.fromkeys(self._names.compiled, share) if share < 1 else {})
         try:
             yield
         finally:

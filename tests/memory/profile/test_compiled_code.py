@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.execute.code_shares import CodeShares
+from lightning_dpx.memory.execute.recompiled_parts import RecompiledParts
 from lightning_dpx.memory.profile.compiled_code import most_without
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory
@@ -232,10 +232,10 @@ def test_no_share_is_offered_with_which_random_numbers_are_drawn_anew() -> None:
     model.zero_grad()
     profile = profile_step(model, lambda: model(x).sum(), torch.device("cpu"))
     for share in {run.share for call in profile.codes for run in call.runs if run.share < 1}:
-        code = CodeShares(model, dict.fromkeys(("0", "1"), share))
+        code = RecompiledParts(model, dict.fromkeys(("0", "1"), share))
         assert all(map(torch.allclose, gradients(), expected))
         code.remove()
-    code = CodeShares(model, dict.fromkeys(("0", "1"), 0.0))
+    code = RecompiledParts(model, dict.fromkeys(("0", "1"), 0.0))
     assert not all(map(torch.allclose, gradients(), expected)), (
         "torch recomputes dropout right: nothing need be refused"
     )

@@ -51,7 +51,7 @@ class _Compilers:
 _compilers = _Compilers()
 
 
-class CodeShares:
+class RecompiledParts:
     """The compiled parts of a module, each with a share of the bytes that it would save by itself.
 
     Args:
