@@ -203,7 +203,7 @@ class DPXStrategy(HookedStrategy):
     @property
     def plans_memory(self) -> bool:
         """Whether steps are planned, or may be."""
-        return self.planning.wanted or self.out_of_memory.repeats_steps
+        return self.planning.has_budget_or_plan or self.out_of_memory.repeats_steps
 
     # ---- what is known of a run ----
 

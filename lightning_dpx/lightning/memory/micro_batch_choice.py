@@ -20,7 +20,7 @@ from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.part_profiles import PartProfiles
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.profiled_steps import TriedSteps, by_device
+from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows, by_device
 from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.shadow_slice import Step
@@ -64,7 +64,7 @@ class MicroBatchChooser:
         self._static = static
         self._freed_gradients = freed_gradients
         self._choices: dict[torch.device, MicroBatchChoice] = {}
-        self._tried: TriedSteps = {}  # the steps that were profiled
+        self._profiles: ProfilesByRows = {}  # of the steps that were profiled
         self._why_whole = ""  # what stood in the way of micro-batches, until it is said
         self._is_open = True  # nothing is decided yet
         self._raised = 0  # the number that a step out of memory was given
@@ -101,7 +101,7 @@ class MicroBatchChooser:
         is_cut = numbers != list(present) and session.cut_slices(numbers)
         # The plan that follows needs these very profiles; without them every
         # step would run once more.
-        planning.micro_batches.tried = self._tried
+        planning.micro_batches.profiles = self._profiles
         if not is_cut:
             return False
         # After the cut: making replicas anew removes the plans, and forgets
@@ -169,7 +169,7 @@ class MicroBatchChooser:
         self._is_open = False
         # Profiles are known by their rows alone, and this batch may have
         # other shapes than the last.
-        self._tried = {}
+        self._profiles = {}
         devices = self._session.replicas.devices
         # Before any profile, as a profile of a large step takes a while.
         self._why_whole = self.why_in_one_piece(slices)
@@ -236,7 +236,7 @@ class MicroBatchChooser:
         session = self._session
         module = session.replicas.root.module
         cache = self._planning.cache
-        parts = PartProfiles(session, batch_slice, run, self._tried, counts_gradients=counts_gradients)
+        parts = PartProfiles(session, batch_slice, run, self._profiles, counts_gradients=counts_gradients)
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(module, profile, planner, budget)
@@ -265,7 +265,7 @@ class MicroBatchChooser:
     def _least_in_one_piece(self, rows: int, room: int, planner: Any) -> int | None:
         """Bytes of activations that a step of all rows needs at least; ``None`` where that is not known."""
         session = self._session
-        whole = self._tried.get((rows, keeps_gradients(session.trainer)))
+        whole = self._profiles.get((rows, keeps_gradients(session.trainer)))
         if whole is None:
             return None
         try:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
-from lightning_dpx.lightning.memory.profiled_steps import TriedSteps
+from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows
 from lightning_dpx.lightning.memory.profiling import announce_profile, profile_slice
 from lightning_dpx.lightning.memory.shadow_slice import Step, first_rows_of
 from lightning_dpx.lightning.memory.slice_loss import merges_outputs
@@ -26,7 +26,7 @@ class PartProfiles:
         session: Whose.
         batch_slice: The slice of a device.
         run: ``run(module, rows, num_rows)``: the training step of a shadow of a replica.
-        tried: The steps that were profiled so far, of this device and others; what is found is added.
+        profiles: The steps that were profiled so far, of this device and others; what is found is added.
         counts_gradients: As :func:`profile_slice` takes it, of the step on all rows.
 
     Attributes:
@@ -35,12 +35,18 @@ class PartProfiles:
     """
 
     def __init__(
-        self, session: "Session", batch_slice: BatchSlice, run: Step, tried: TriedSteps, *, counts_gradients: bool
+        self,
+        session: "Session",
+        batch_slice: BatchSlice,
+        run: Step,
+        profiles: ProfilesByRows,
+        *,
+        counts_gradients: bool,
     ) -> None:
         self._session = session
         self._slice = batch_slice
         self._run = run
-        self._tried = tried
+        self._profiles = profiles
         self._counts_gradients = counts_gradients
         self._cache = session.strategy.planning.cache
         self.failed: list[str] = []
@@ -56,7 +62,7 @@ class PartProfiles:
             NotWorthProfilingError: ``is_worth`` says no.
         """
         accumulates |= self._finds_gradients
-        known = self._tried.get((count, accumulates))
+        known = self._profiles.get((count, accumulates))
         if known is not None:  # of another device, whose plan may have another limit
             return known
         part = self._part(count)
@@ -67,7 +73,7 @@ class PartProfiles:
         # No other process is asked: with several of them nothing is chosen.
         key = self._key(part, accumulates)
         profile = self._cache.profiles([key], profiled, bool, devices=[[part.replica.device]])[0][0]
-        self._tried[count, accumulates] = profile
+        self._profiles[count, accumulates] = profile
         return profile
 
     def of_rows_if(self, count: int, is_worth: IsWorth) -> Profile | None:

@@ -46,7 +46,7 @@ class PlannedStepMemory(StepMemory):
         self._planning = planning
         self._out_of_memory = out_of_memory
         self.repeats_steps: bool = out_of_memory.repeats_steps
-        self._plans = planning.wanted or self.repeats_steps
+        self._plans = planning.has_budget_or_plan or self.repeats_steps
         self._step: StepInput | None = None  # that can be taken again
         self._runs_step = False
         self._freed_gradients = FreedGradients(session)

@@ -92,7 +92,7 @@ class MemoryPlanning:
         self.joint_calls: JointCallsOfDevices = JointCallsOfDevices()
 
     @property
-    def wanted(self) -> bool:
+    def has_budget_or_plan(self) -> bool:
         """Whether anything is to be planned or followed."""
         return self.rooms.budgets.given is not None or self._given is not None
 
@@ -216,7 +216,7 @@ class MemoryPlanning:
             slices,
             run,
             self.cache,
-            tried={},
+            known_profiles={},
             accumulates=held.accumulates,
             counts_gradients=held.frees_gradients,
             together=False,
@@ -253,14 +253,14 @@ class MemoryPlanning:
             slices,
             run,
             self.cache,
-            tried=self.micro_batches.tried,
+            known_profiles=self.micro_batches.profiles,
             accumulates=held.accumulates,
             counts_gradients=held.frees_gradients,
             together=self.rooms.is_given,
             anew=anew,
         )
         # They are known by their number of rows alone, and the next batch may have other shapes.
-        self.micro_batches.tried = {}
+        self.micro_batches.profiles = {}
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
         if not self.knows(slices) or self._steps_differ(seen):

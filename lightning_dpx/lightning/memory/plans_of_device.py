@@ -10,7 +10,7 @@ from lightning_dpx.lightning.memory.batch_shapes import most_demanding
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache
-from lightning_dpx.lightning.memory.profiled_steps import SeenStep, TriedSteps, demand
+from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows, SeenStep, demand
 from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, describe_cut, format_plan, in_micro_batches
@@ -25,12 +25,12 @@ class MicroBatchFigures:
     Attributes:
         cut_costs: By a replica's device, seconds of a step in its micro-batches over those in one piece, where known.
         run_forward_twice: Whether every micro-batch runs forward once more, without a graph, before all others.
-        tried: Steps of the batch, where their profiles are known.
+        profiles: Those of steps of the batch, where they are known.
     """
 
     cut_costs: dict[torch.device, float] = field(default_factory=dict)
     run_forward_twice: bool = False
-    tried: TriedSteps = field(default_factory=dict)
+    profiles: ProfilesByRows = field(default_factory=dict)
 
 
 def plans_of_device(

@@ -17,7 +17,7 @@ from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs, b
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
 
-TriedSteps = dict[tuple[int, bool], Profile]  # by rows, and by whether gradients are added to earlier ones
+ProfilesByRows = dict[tuple[int, bool], Profile]  # by rows, and by whether gradients are added to earlier ones
 _Known = dict[tuple[str, ...], dict[int, list[Profile]]]  # by what is shifted, and by rows
 
 
@@ -56,7 +56,7 @@ def profiled_steps(
     slices: Sequence[BatchSlice],
     run: Step,
     cache: PlanningCache,
-    tried: TriedSteps,
+    known_profiles: ProfilesByRows,
     *,
     accumulates: bool,
     counts_gradients: bool,
@@ -71,9 +71,9 @@ def profiled_steps(
         slices: What each of them gets.
         run: As :func:`profile_slice` takes it.
         cache: Where profiles of an earlier run may be.
-        tried: Steps of this batch that were profiled already, with no parts shifted.
+        known_profiles: Those of steps of this batch that were profiled already, with no parts shifted.
         accumulates: Whether gradients are added to those of earlier batches.
-        counts_gradients: As :func:`profile_slice` takes it, and as the ``tried`` steps were profiled.
+        counts_gradients: As :func:`profile_slice` takes it, and as ``known_profiles`` were made.
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
         by_forward: As :func:`profile_slice` takes it; what is found is not kept for other runs, whose steps may run
@@ -84,7 +84,7 @@ def profiled_steps(
 
     def profiled() -> list[list[Profile]]:
         # Where micro-batches were chosen, the same steps were profiled moments ago.
-        known: _Known = {(): {rows: [one] for (rows, adds), one in tried.items() if adds == accumulates}}
+        known: _Known = {(): {rows: [one] for (rows, adds), one in known_profiles.items() if adds == accumulates}}
         profile = partial(
             profile_slice,
             replicas,
