@@ -321,7 +321,7 @@ class Rematerialization(GraphTape):
                 self._undecided.append(weakref.ref(value))
             return True
         # What has to be kept although the plan drops it, as that of code which is compiled now, is not counted there.
-        self._forward.differs = self._forward.differs or is_wanted
+        self._forward.differs = self._forward.differs or is_to_drop
         # Others were made from it before it was saved itself, so it has a recipe. It is kept now
         # and will never run that: what the recipe takes must not wait for it.
         if value.make is not None and not value.dropped:
