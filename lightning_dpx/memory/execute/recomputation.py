@@ -18,7 +18,8 @@ from lightning_dpx.torch_compat import (
 def compute(target: Value) -> torch.Tensor:
     """The tensor of ``target``, made from what is kept; leaves behind what others still wait for."""
     is_plain = _surroundings_are_plain()
-    if is_plain and not isinstance(target.make, SelectiveReplay) and _has_all(target):  # as it is nearly always
+    # As it is nearly always: one operator, whose inputs are there.
+    if is_plain and not isinstance(target.make, SelectiveReplay) and _has_all(target):
         made_now = target.tensor = run_recipe(target)
         release_inputs(target)
         return made_now
@@ -26,8 +27,9 @@ def compute(target: Value) -> torch.Tensor:
     while under_way.stack:
         if is_plain:
             under_way.run_operators()
-        else:  # a function mode of the step, such as a shift's, must not move what is repeated where it was
-            # Autocast has converted the inputs already, and would do so once more.
+        else:
+            # Autocast has converted the inputs already, and would do so once more; a function mode of the step, such
+            # as a shift's, must not move what is repeated where it was.
             with torch.no_grad(), DisableAutocast(), DisableTorchFunction():
                 under_way.run_operators()
         if under_way.stack:
@@ -71,12 +73,14 @@ class _Computation:
         stack = self.stack
         while stack:
             value = stack[-1]
-            if value.tensor is not None:  # two values on the stack were waiting for it
+            # Two values on the stack were waiting for it.
+            if value.tensor is not None:
                 stack.pop()
                 continue
             missing = [source for source in value.sources if source.tensor is None]
             if missing:
-                if len(missing) > 1:  # what can be made at once, such as a mask, is not to wait for a long way
+                # What can be made at once, such as a mask, is not to wait for a long way.
+                if len(missing) > 1:
                     missing.sort(key=_has_all, reverse=True)
                 stack += missing
                 continue
@@ -89,8 +93,9 @@ class _Computation:
     def note_made(self, value: Value) -> None:
         """``value`` has just been made."""
         needed = self._nested_that_stay(value)
+        # After a part of a backward the counts are off: nothing is forgotten before the end.
         if self.later or (value in self._made and not value.uncached):
-            self.later.append(value)  # the counts are off, after a part of a backward: forget nothing before the end
+            self.later.append(value)
         else:
             self._made.add(value)
             release_inputs(value)
@@ -103,8 +108,9 @@ class _Computation:
         sources = [source for source in made.sources if source.nested]
         if not sources:
             return []
+        # Counted once ``made`` is there, so without its own uses.
         if self._uses is None:
-            self._uses = self._uses_to_come()  # without those of ``made``, which is there
+            self._uses = self._uses_to_come()
         else:
             for source in sources:
                 self._uses[source] = self._uses.get(source, 0) - 1
@@ -177,14 +183,16 @@ def release_inputs(value: Value) -> None:
 def release_use(value: Value) -> None:
     """One of those that need ``value`` has had it; after the last its tensor is forgotten."""
     stack = [value]
-    while stack:  # a chain of uncached values may be longer than Python recurses
+    # A chain of uncached values may be longer than Python recurses.
+    while stack:
         value = stack.pop()
         value.uses_left -= 1
         if not value.dropped:
             continue
         if value.uncached or value.uses_left <= 0:
             value.tensor = None
+        # A second backward through the same graph starts anew.
         if value.uses_left <= 0:
-            value.uses_left = value.num_uses  # a second backward through the same graph starts anew
+            value.uses_left = value.num_uses
             if value.uncached:
                 stack += value.sources

@@ -24,12 +24,14 @@ class Identity(NamedTuple):
         """Whether ``tensor`` has its dims in another order in memory: operators of libraries rely on theirs."""
         steps = list[tuple[int, int, int]]()
         for step, size, other in zip(self.stride, self.size, tensor.stride(), strict=True):
-            if size != 1:  # the stride of a dim of one element means nothing, and may be any
+            # The stride of a dim of one element means nothing, and may be any.
+            if size != 1:
                 steps.append((step, size, other))
         expected = 1
         for step, size, _ in sorted(steps):
+            # A part of something larger, on whose order in memory nobody can rely.
             if step != expected:
-                return False  # a part of something larger, that cannot be relied on
+                return False
             expected *= size
         return any(step != other for step, _, other in steps)
 

@@ -25,6 +25,7 @@ class FreshForward:
         self._context = context
 
     def __call__(self) -> torch.Tensor | None:
+        # Set to None and not to zero, as by default: zeros would be there all through the forward.
         for parameter in self._module.parameters():
             parameter.grad = None
         with self._context():
