@@ -36,6 +36,7 @@ class FirstStepShifts:
             return
         session = self._session
         replicas = session.replicas
+        # Once, whatever comes of it: another look would find parts where this one has put them.
         self.is_open = False
         session.step.close()  # its hooks hold on to where the parameters were
         with iterators_peeked(replicas.root.module) as peeked:

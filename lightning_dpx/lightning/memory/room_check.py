@@ -44,6 +44,7 @@ class RoomCheck:
         """
         if self._planning.rooms.budgets.given is None or not self._planning.room_checks.begin_step():
             return
+        # Before anything is collected, which takes longer than most steps.
         if not self._lacking(slices, self._static.of(slices)):
             return
         gc.collect()  # what is there in reference cycles only is no reason

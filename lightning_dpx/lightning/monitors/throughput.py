@@ -237,6 +237,7 @@ class DeviceThroughputMonitor(Callback):
         """Title, heads and one row per replica of the last measured step."""
         heads = ["replica", "device", "samples", "share %", "forward ms", "backward ms", "idle %"]
         rows: list[list[str]] = []
+        # Those without rows in the last step are there with none.
         for index, work in enumerate(self.last):
             share = f"{work.share_pct:.1f}"
             times = [f"{work.forward_ms:.2f}", f"{work.backward_ms:.2f}", f"{work.idle_pct:.0f}"]

@@ -50,6 +50,7 @@ class HookPlacement:
         self._names.install(self._called_again)
         paths = paths_of(self.routine).union(varying)
         for path in sorted(paths & self._names.parts.keys()):
+            # Of a plan that drops nothing a compiler may leave the hooks out, if it tells so.
             told = self._names.told
             hook = _EnterOrAside(enter, path, told) if told else _Enter(enter, path)
             part = self._names.parts[path]

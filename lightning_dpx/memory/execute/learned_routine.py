@@ -42,6 +42,7 @@ class LearnedRoutine:
         if self.routine is not None and not self.is_lost:
             forward.changed = self.routine.contradicts(routine)
         self.is_lost = False
+        # All of it: a step that leaves a part out takes nothing away from what others have shown.
         self.routine = routine if self.routine is None else self.routine.joined(routine)
 
     def _uncalled(self, forward: FollowedForward) -> set[Entered]:

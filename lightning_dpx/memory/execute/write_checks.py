@@ -19,6 +19,7 @@ def refuse_changed(value: "Value") -> NoReturn:
     Raises:
         RuntimeError: always; names the value, its operator and both versions.
     """
+    # Of a value that was dropped only the counter is left, which shares the version of its tensor.
     tensor = value.held() if value.counter is None else value.counter
     size = tensor.size() if value.identity is None else value.identity.size
     refuse(tensor, value.version, value.name or "a parameter", size, value.operator)

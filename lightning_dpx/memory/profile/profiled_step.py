@@ -65,6 +65,7 @@ class ProfiledStep:
 
     def stand_in_for_gradients(self) -> None:
         """Zeros in place of the gradients that backward adds to; elsewhere it leaves its own, as in a first step."""
+        # Only their memory counts: the gradients of a profile are forgotten.
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
