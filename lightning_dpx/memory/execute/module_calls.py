@@ -406,6 +406,10 @@ class _EnterOrAside(AsideInOneGraph, _Enter):
         _Enter.__init__(self, names, path)
         AsideInOneGraph.__init__(self, told)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the same class: what is registered behind the forward is a method of it, bound to the copy.
+        return _EnterOrAside, (None, self._path, self._told)
+
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The call begins."""
         _Enter.__call__(self, module, args, kwargs)
