@@ -1,7 +1,5 @@
 """Hooks that stand aside where a model is compiled as one graph."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,10 +105,3 @@ def test_a_model_that_is_compiled_after_a_plan_that_drops_something_is_told_of()
     compiled = torch.compile(module, backend="aot_eager")
     with pytest.warns(UserWarning, match="it is another step than the planned one, or a larger one"):
         gradients(module, compiled, ROWS)
-
-
-def test_a_copy_of_a_module_under_a_plan_that_keeps_everything_has_a_step_of_its_own() -> None:
-    """Its hooks are copied with it, and do nothing."""
-    module = planned(1.0)
-    copied = copy.deepcopy(module)
-    assert all(map(torch.equal, gradients(copied, copied, ROWS), gradients(module, module, ROWS)))
