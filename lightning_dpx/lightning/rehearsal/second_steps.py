@@ -76,7 +76,7 @@ class SecondSteps:
         counts = _counts_of_rows(judge, first)
         of_news = _settle_numbers(judge, again, whole, out)
         _settle_buffers(judge, again, out)
-        _refuse_rings(judge, counts)
+        _refuse_rings(judge, [path for path in counts if _is_taken_back(path, first, whole)])
         self._tell_extremes(judge, out, first, of_news)
         added_up = self._adding_up(out.kept, first, whole)
         # State was compared after the first step, and what steps keep differs by design.
@@ -276,7 +276,7 @@ def _refuse_rings(judge: JudgingRules, counts: Sequence[str]) -> None:
 
     Args:
         judge: Of both steps.
-        counts: What slices have added their rows to in the first step.
+        counts: What slices have added their rows to in the first step, and one device has taken from in the second.
 
     Raises:
         SlicesFail: it is such a step.
@@ -289,6 +289,16 @@ def _refuse_rings(judge: JudgingRules, counts: Sequence[str]) -> None:
             "a first step, and not in a second, as of a count that begins again.",
             COUNT_ELSEWHERE,
         )
+
+
+def _is_taken_back(path: str, first: Observation, second: Observation) -> bool:
+    """Whether one device, in a second step, takes from a count that it has added to in the first."""
+    before = first.state_before.get(path)
+    after, later = (one.numbers.get(path, one.state.get(path)) for one in (first, second))
+    # What is set to a count of the batch stays, and what ends at its most goes on until then: neither of them leaves
+    # the bounds of an index on any slice.
+    start = float(before) if _is_whole_number(before) else 0.0  # a first step may make it
+    return later is not None and (float(later) - float(after)) * (float(after) - start) < 0
 
 
 def _is_whole_number(value: Any) -> bool:

@@ -1827,10 +1827,33 @@ class BestLoss(Model):
         return loss
 
 
-@pytest.mark.parametrize(("kind", "name"), [(DecayingCount, "count"), (BestLoss, "best")])
+class LastCount(Model):
+    """How many rows the last batch had, which from zero looks like a count of all, and goes round no ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.tensor(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rows.fill_(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+class FullCount(LastCount):
+    """How many rows there were, up to nine of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rows.copy_((self.rows + len(batch[0])).clamp(max=9))
+        return Model.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(DecayingCount, "count"), (BestLoss, "best"), (LastCount, "rows"), (FullCount, "rows")]
+)
 def test_a_buffer_that_comes_together_once_but_not_twice_is_named(kind, name, fitted) -> None:
     warned = fitted(kind, 2).warned
     assert f"self.{name} comes together from slices in a first step, and not in a second" in warned
+    assert "gets all of its batches whole" not in warned
 
 
 def test_batches_stay_whole_where_slices_cannot_give_a_buffer_that_steps_use(fitted) -> None:
