@@ -3,7 +3,6 @@
 import operator
 import sys
 import threading
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,8 +115,10 @@ def _suspects_of(base: type) -> list[tuple[str, Any]]:
         return known[1]
     named = [(name, function_in(value)) for name, value in list(vars(base).items())]
     suspects = [(name, value) for name, value in named if not _is_plain_method(value)]
-    # What a class defines leads to the class: one that is not there for good would be kept alive.
-    if is_library(base) and vars(sys.modules.get(base.__module__, types)).get(base.__name__) is base:
+    # What a class defines leads to the class: one that is not there for good would be kept alive. What stands for a
+    # file in sys.modules may be None, to keep it from being imported, or any object.
+    file = getattr(sys.modules.get(base.__module__), "__dict__", {})
+    if is_library(base) and file.get(base.__name__) is base:
         _SUSPECTS[base] = values, suspects
     return suspects
 

@@ -1,5 +1,6 @@
 """What is compiled is found, runs uncompiled where it must, and has the names of other state dicts."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -82,6 +83,15 @@ def test_a_method_of_a_library_is_compiled_until_it_is_put_back(monkeypatch: pyt
         patched.setattr(nn.Linear, "forward", torch.compile(nn.Linear.forward, backend="eager"))
         assert compiled_names(module) == ["forward"]
     assert compiled_names(module) == []
+
+
+@pytest.mark.parametrize("stands_for_it", [None, object()])
+def test_a_class_of_a_library_whose_file_is_kept_out_is_looked_through(
+    stands_for_it: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.kept_out", stands_for_it)
+    kind = type("Kept", (nn.Module,), {"__module__": "torchvision.kept_out", "call": torch.compile(plain)})
+    assert compiled_names(kind()) == ["call"]
 
 
 def test_what_the_compiler_is_told_to_leave_alone_is_not_compiled() -> None:
