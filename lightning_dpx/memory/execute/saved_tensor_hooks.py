@@ -36,7 +36,7 @@ from lightning_dpx.memory.execute.similar_values import SimilarValues
 from lightning_dpx.memory.execute.stored_otherwise import compress, offload
 from lightning_dpx.memory.execute.tensor_identity import Identity, identity_of
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE
-from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor
+from lightning_dpx.memory.execute.untracked_inputs import UntrackedInputs, WeakTensor, has_one_block
 from lightning_dpx.memory.execute.values import Strides, Unnamed, Value, View, make_uncached, same_geometry
 from lightning_dpx.memory.execute.write_checks import refuse_changed
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
@@ -200,9 +200,9 @@ class Rematerialization(GraphTape):
         """Called by autograd when it saves a tensor; what it returns is held in its place."""
         if self.names.in_compiled_code:
             return Unnamed(tensor.detach(), version_counter(tensor))  # made by no operator that is known
-        # Sparse and jagged tensors, and those of a running transform of torch.func, have no single
+        # Sparse and nested tensors, and those of a running transform of torch.func, have no single
         # block of memory to be known by.
-        if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
+        if not has_one_block(tensor) or is_functorch_wrapped_tensor(tensor):
             return Unnamed(tensor.detach(), version_counter(tensor))
         node = tensor.grad_fn
         is_small = self.bytes_of(tensor) < SMALL

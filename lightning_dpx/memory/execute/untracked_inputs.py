@@ -157,8 +157,8 @@ def _noted(operand: Any) -> Any:
         if isinstance(operand, int | float | complex | None):
             return operand
         return _UNKNOWN
-    # Tensors of inference mode count no writes.
-    if type(operand) not in _PLAIN or operand.is_inference():
+    # Tensors of inference mode count no writes, sparse and nested ones have no single block of memory.
+    if type(operand) not in _PLAIN or operand.is_inference() or not has_one_block(operand):
         return _UNKNOWN
     return WeakTensor(operand)
 
@@ -175,10 +175,10 @@ class WeakTensor:
 
     Attributes:
         view: Size, stride and offset, if it is a view; of views only the base is there for longer.
-        storage: The key of its memory, by which a value is known that it is a part of; 0 for a parameter.
+        storage: The key of its memory, by which a value is known that it is a part of; 0 where it has none of its own.
         version: How often that was written to.
         dtype: Of its elements.
-        geometry: Size, stride and offset.
+        geometry: Size, stride and offset, where it has such a key.
     """
 
     __slots__ = ("_ref", "_storage", "_version", "dtype", "geometry", "storage", "version", "view")
@@ -188,8 +188,10 @@ class WeakTensor:
         self.storage: int = 0
         self.version: int = version_counter(tensor)
         self.dtype: torch.dtype = tensor.dtype
-        self.geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
-        if tensor.layout is torch.strided and not isinstance(tensor, nn.Parameter):
+        self.geometry: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] = (torch.Size(), (), 0)
+        # A parameter stays anyway. The memory of a conjugate, or of a negative, holds other numbers.
+        if not (isinstance(tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg()):
+            self.geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
             # The address of a storage is not given out again while there is a weak reference, which keeps no memory.
             self.storage = key_of(tensor.untyped_storage())
             self._storage = weak_storage(tensor.untyped_storage())  # type: ignore[assignment]
@@ -235,6 +237,11 @@ class WeakTensor:
         # An expanded view has more elements than there is memory.
         size = base.size() if self.view is None else self.view[0]
         return min(size.numel() * base.itemsize, base.untyped_storage().nbytes())
+
+
+def has_one_block(tensor: Tensor) -> bool:
+    """Whether the numbers of ``tensor`` are in one block of memory, told by size and strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def operand_of(node: Any, index: int) -> Any:

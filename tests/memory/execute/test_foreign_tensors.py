@@ -64,9 +64,17 @@ def _per_sample(m: Foreign, x: Tensor) -> Tensor:
     return torch.tanh(each["weight"]).sum(1)
 
 
+def _nested(m: Foreign, x: Tensor) -> Tensor:
+    rows, ones = torch.nested.as_nested_tensor([m.inner(x), x]), torch.ones(64, 64)
+    return (rows + torch.nested.nested_tensor([ones, ones])).to_padded_tensor(0.0).sum(0)
+
+
 BODIES: dict[str, Body] = {
     "torch.sparse.mm": lambda m, x: torch.sparse.mm(m.graph, m.inner(x)),
     "sparse with gradients": _sparse_weights,
+    "sum with a sparse one": lambda m, x: torch.tanh(m.inner(x) + m.graph),
+    "sum with a sparse one in rows": lambda m, x: torch.tanh(m.inner(x) + m.graph.to_sparse_csr()),
+    "nested": _nested,
     "jagged": _jagged,
     "jvp": _jvp,
     "vjp": _vjp,
@@ -95,6 +103,7 @@ def _train(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage", "ignore:Sparse CSR tensor support")
 def test_what_cannot_be_planned_is_kept_and_the_rest_is_planned(name: str) -> None:
     torch.manual_seed(0)
     module, x = Foreign(BODIES[name]), torch.randn(64, 64)
