@@ -90,7 +90,7 @@ def test_a_class_of_a_library_whose_file_is_kept_out_is_looked_through(
     stands_for_it: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.kept_out", stands_for_it)
-    kind = type("Kept", (nn.Module,), {"__module__": "torchvision.kept_out", "call": torch.compile(plain)})
+    kind = type("Kept", (nn.Module,), {"__module__": "torchvision.kept_out", "call": activation})
     assert compiled_names(kind()) == ["call"]
 
 

@@ -293,12 +293,14 @@ def _refuse_rings(judge: JudgingRules, counts: Sequence[str]) -> None:
 
 def _is_taken_back(path: str, first: Observation, second: Observation) -> bool:
     """Whether one device, in a second step, takes from a count that it has added to in the first."""
-    before = first.state_before.get(path)
+    before: Any = first.state_before.get(path)
     after, later = (one.numbers.get(path, one.state.get(path)) for one in (first, second))
     # What is set to a count of the batch stays, and what ends at its most goes on until then: neither of them leaves
     # the bounds of an index on any slice.
     start = float(before) if _is_whole_number(before) else 0.0  # a first step may make it
-    return later is not None and (float(later) - float(after)) * (float(after) - start) < 0
+    if after is None or later is None:
+        return False
+    return (float(later) - float(after)) * (float(after) - start) < 0
 
 
 def _is_whole_number(value: Any) -> bool:

@@ -136,17 +136,30 @@ def test_a_long_chain_that_goes_after_every_use_does_not_recurse() -> None:
     assert torch.equal(found, expected)
 
 
+class Masked(torch.autograd.Function):
+    """A dropout that no recipe knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.empty_like(x).bernoulli_(0.9)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
 class Drawing(nn.Module):
-    """Attention weights with dropout: no recipe makes their mask, so the call is made again."""
+    """No recipe makes the mask that it draws, so the call is made again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.drop = nn.Linear(32, 96), nn.Dropout(0.1)
+        self.project = nn.Linear(32, 96)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.project(x).chunk(3, -1)
-        weights = torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
-        return x + self.drop(weights)
+        return x + Masked.apply(torch.tanh(query * key) * value)
 
 
 def test_the_states_of_generators_that_are_kept_count() -> None:
