@@ -294,13 +294,17 @@ def _refuse_rings(judge: JudgingRules, counts: Sequence[str]) -> None:
 def _is_taken_back(path: str, first: Observation, second: Observation) -> bool:
     """Whether one device, in a second step, takes from a count that it has added to in the first."""
     before: Any = first.state_before.get(path)
-    after, later = (one.numbers.get(path, one.state.get(path)) for one in (first, second))
+    after = _value_of(path, first)
+    later = _value_of(path, second)
     # What is set to a count of the batch stays, and what ends at its most goes on until then: neither of them leaves
     # the bounds of an index on any slice.
     start = float(before) if _is_whole_number(before) else 0.0  # a first step may make it
-    if after is None or later is None:
-        return False
-    return (float(later) - float(after)) * (float(after) - start) < 0
+    return _is_whole_number(later) and (float(later) - float(after)) * (float(after) - start) < 0
+
+
+def _value_of(path: str, seen: Observation) -> Any:
+    """Of a single number on an attribute, or in a buffer."""
+    return seen.numbers.get(path, seen.state.get(path))
 
 
 def _is_whole_number(value: Any) -> bool:
