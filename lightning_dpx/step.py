@@ -131,13 +131,13 @@ class TrainingStep:
         replicas = self._replicas
         indices = [batch_slice.replica.index for batch_slice in slices]
         weights = dict(zip(indices, self.weights(slices), strict=True))
-        # Micro-batches of one device share its parameters, and its place in what travels.
+        # Micro-batches of one device share its parameters.
         device_of = {index: replicas.partition.device_of[index] for index in indices}
         early = EarlyBackward(replicas.primaries, expected, weights)
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travels = not early.stash_gradients(zeroed, shown=shown) and last
         self._backward = WithEachForward(early, self.sums)
-        with self.sums.travelling(set(device_of.values()) if travels else (), early):
+        with self.sums.travelling(slices if travels else (), early):
             outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
         # Before Lightning calls zero_grad, which comes between training_step and backward.
         early.take()

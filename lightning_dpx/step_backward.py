@@ -101,10 +101,8 @@ class AfterAllForwards(StepBackward):
     def run(self, pending: Sequence[Pending], *, last: bool) -> None:
         """See :class:`StepBackward`."""
         slices = [waiting.batch_slice for waiting in pending]
-        device_of = self._replicas.partition.device_of
-        active = {device_of[batch_slice.replica.index] for batch_slice in slices}
         # While gradients accumulate they stay with the replicas, and travel once for all batches.
-        with self._sums.travelling(active if last else ()):
+        with self._sums.travelling(slices if last else ()):
             # By the id of a leaf, which ``pending`` holds as long as this is used.
             weighted: dict[tuple[int, float], torch.Tensor] = {}
             roots = [waiting.roots(weighted) for waiting in pending]
