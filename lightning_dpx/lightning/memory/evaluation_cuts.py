@@ -172,7 +172,7 @@ class EvaluationCuts:
             number = needs.least_number(rows, room)
             takes = (
                 f"{name} on {rows} rows takes {format_bytes(needs.peak(rows))} on {home}, where "
-                f"{format_bytes(max(0, room))} are left by {self._planning.rooms.budgets.option}"
+                f"{format_bytes(max(0, room))} are left by {self._planning.rooms.option()}"
             )
             # Over its budget, as one device would be: no evaluation is refused.
             if number is None:

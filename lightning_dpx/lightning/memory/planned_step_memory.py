@@ -136,7 +136,7 @@ class PlannedStepMemory(StepMemory):
         step = self._session.step
         known = self._step
         # Told before the backward, in which such a step exceeds the budget.
-        self._planning.joint_calls.end_forward(session.replicas, self._planning.rooms.budgets.option)
+        self._planning.joint_calls.end_forward(session.replicas, self._planning.rooms.option())
         if self._runs_step or session.module.automatic_optimization:
             self._planning.without_loss.note_loss()
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.

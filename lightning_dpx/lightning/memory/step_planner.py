@@ -75,7 +75,7 @@ class StepPlanner:
                 self._planning.keep_plan_for(step.slices)
                 rank_zero_warn(
                     "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
-                    f"{self._planning.rooms.budgets.option}: {error}"
+                    f"{self._planning.rooms.option()}: {error}"
                 )
         self._plan_joint_calls(step.slices)
         self._room_check.before_step(step.slices)
@@ -144,7 +144,7 @@ class StepPlanner:
                 rank_zero_warn(
                     f"dpx: a step of the optimizer takes {format_mib(taken)} on {device} while it runs: with "
                     f"parameters, gradients and states that is {format_mib(needed)}, where "
-                    f"{self._planning.rooms.budgets.option} allows "
+                    f"{self._planning.rooms.option()} allows "
                     f"{format_mib(limit)}. Least is taken with fused=True or foreach=False."
                 )
 
