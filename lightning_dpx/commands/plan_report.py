@@ -53,7 +53,7 @@ def write_report(found: DryRun, path: Path, machines: Machines | None = None) ->
         chosen = (plan.peak or 0, plan.recompute_share or 0.0)
         prices = draw_prices([chosen, *prices_of(found, tightest)], tightest.unplanned, chosen)
         sections += [
-            Section("What a budget costs", "Activations alone; the rest of a device's memory comes on top.",
+            Section("Other budgets", "Activations alone; the rest of a device's memory comes on top.",
                     figures=[prices]),
             Section("The plan", f"For {tightest.device}, whose room is the least.",
                     figures=[draw_plan(profile, plan)], printed=format_plan(plan, most_rows=1000)),

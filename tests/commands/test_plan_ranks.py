@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_dpx.cli import main
+from tests.pictures.headings import doubled_headings
 
 pytestmark = pytest.mark.filterwarnings("default::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 PROGRAM = "tests.lightning.memory.rank_program"
@@ -51,7 +52,9 @@ def test_a_table_has_what_communication_takes(tmp_path: Path, capsys: Any) -> No
     heads, cells = lines[2].split(), lines[3].split()
     assert heads[7] == "communication"
     assert cells[:4] == ["rank", "0", "of", "16"]
-    assert "What a budget costs" in page.read_text()
+    text = page.read_text()
+    assert "What a budget costs" in text
+    assert doubled_headings(text) == []
 
 
 def test_ddp_keeps_buckets_unless_gradients_are_views_of_them(tmp_path: Path, capsys: Any) -> None:

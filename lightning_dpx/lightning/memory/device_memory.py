@@ -32,6 +32,8 @@ class DeviceMemory:
         budget: What the plan was made for; 0 without one.
         total: The device's capacity.
         others: Held by other processes and libraries.
+        process: Of the host: what this process held before the step beside the tensors above (the interpreter,
+            libraries, data). It is part of ``allocated`` and of every peak there; 0 on other devices.
         micro_batches: Into how many micro-batches the device's slice of a batch is cut; no bytes.
     """
 
@@ -48,6 +50,7 @@ class DeviceMemory:
     budget: int = 0
     total: int = 0
     others: int = 0
+    process: int = 0
     micro_batches: int = 1
 
 
@@ -80,7 +83,12 @@ def table_of(
     heads = ["device", *KINDS, *phases, "peak", "highest", "planned", "budget", "of"]
     if is_cut:
         heads.append("micro-batches")
-    return "dpx: memory of the last step, in MiB", heads, rows
+    title = "dpx: memory of the last step, in MiB"
+    processes = [f"{device}: {memory.process / MIB:.1f}" for device, memory in last.items() if memory.process]
+    # Nobody counts the tensors of the host by themselves, and without a word its peaks look like theirs.
+    if processes:
+        title = f"{title} (peaks include what the process held before the step: {', '.join(processes)})"
+    return title, heads, rows
 
 
 def bytes_by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, int]:

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from lightning_dpx.arguments import is_number
-from lightning_dpx.devices import allocated_and_peak, canonical_device, capacity_of, distinct_devices, reset_peak_memory
+from lightning_dpx.devices import (
+    allocated_and_peak,
+    canonical_device,
+    capacity_of,
+    distinct_devices,
+    is_host,
+    reset_peak_memory,
+)
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
 from lightning_dpx.lightning.memory.device_memory import DeviceMemory, Phase, bytes_by_device, flat, table_of
@@ -193,6 +200,8 @@ class DeviceMemoryMonitor(Callback):
             static = memory.parameters + memory.buffers + memory.gradients + memory.optimizer
             # A plan is for activations alone, and peaks are of all that is there.
             memory.planned = static + planned if planned else 0
+            # Pages that were freed and kept may make it less than nothing.
+            memory.process = max(0, self._idle[device] - static) if is_host(device) else 0
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the table, writes the files and gives pictures to loggers."""

@@ -18,7 +18,8 @@ from lightning_dpx.pictures import DeviceStep, Section, draw_devices, draw_plan,
 
 _TEXT = (
     "The last measured step. What is no parameter, gradient, optimizer state or buffer is drawn as activations and "
-    "temporary tensors."
+    "temporary tensors. What the process held beside tensors of the host before the step is in the table's peaks, and "
+    "not in the picture."
 )
 
 
@@ -56,7 +57,7 @@ def draw_report(
         figures = [drawn[device]] if device in drawn else []
         sections.append(Section(f"Plan of {device}", figures=figures, printed=format_plan(plan, most_rows=1000)))
     with warn_unless_written(page):
-        write_page(page, "dpx: memory of a training step", sections)
+        write_page(page, "dpx: device memory", sections)
 
 
 def planned_activations(trainer: Trainer, device: torch.device) -> tuple[int, int]:
@@ -99,5 +100,6 @@ def memory_plans(trainer: Trainer) -> MemoryPlans:
 
 def _as_picture(device: torch.device, memory: DeviceMemory) -> DeviceStep:
     static = {kind: getattr(memory, kind) for kind in KINDS if kind != "activations"}
-    peaks: dict[str, int] = {phase: memory.peak_by_phase.get(phase, 0) for phase in PHASES}
+    # The interpreter and its libraries would press everything else flat, and no budget is for them.
+    peaks = {phase: max(0, memory.peak_by_phase.get(phase, 0) - memory.process) for phase in PHASES}
     return DeviceStep(str(device), static, peaks, memory.planned, memory.budget, memory.total)

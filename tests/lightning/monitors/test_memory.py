@@ -16,6 +16,7 @@ from torch import nn
 
 import lightning_dpx as dpx
 from tests.conftest import SIMULATED, Classifier, make_loader, make_trainer, seeded
+from tests.pictures.headings import doubled_headings
 
 sim_only = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 on_sim = {"accelerator": "sim", "max_epochs": 1}
@@ -137,7 +138,10 @@ def test_on_the_host_and_with_other_strategies(strategy: str, tmp_path: Path, ca
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(row["device"] == "cpu" and row["peak"] >= row["allocated"] > 10 * 2**20 for row in rows)
     assert rows[0]["parameters"] == sum(parameter.nbytes for parameter in seeded().parameters())
+    # Of this small model's step nearly all that is resident is none of its tensors.
+    assert all(row["allocated"] / 2 < row["process"] <= row["peak"] for row in rows)
     table = next(record.message for record in caplog.records if "memory of the last step" in record.message)
+    assert "peaks include what the process held before the step: cpu: " in table.splitlines()[0]
     assert table.splitlines()[1].split()[:3] == ["device", "parameters", "gradients"]
     assert table.splitlines()[2].split()[0] == "cpu"
 
@@ -189,6 +193,7 @@ def check_report(path: Path, table: list[str]) -> str:
     text = path.read_text()
     assert all(word in text for word in ("sim:0", "sim:1", *table))
     assert "src=" not in text
+    assert doubled_headings(text) == []
     return text
 
 
