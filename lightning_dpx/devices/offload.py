@@ -27,10 +27,31 @@ class _Arriving(NamedTuple):
     owner: torch.cuda.Stream  # of its memory
 
 
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of an expanded tensor that is in memory."""
+    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _has_elements_in_common(tensor: torch.Tensor) -> bool:
+    """Whether one place of memory may be more than one element, as in windows that overlap."""
+    reach = 0  # from the first element to the last of the dims so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
-    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`.
+    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`. Away they
+    lie side by side. What is fetched has the strides of the original: a kernel may round by them (on a CPU an
+    exponential is computed in another way for elements that are apart).
 
     Args:
         tensor: Where it is now is where it comes back to. It must not be written to before :meth:`free_original`.
@@ -39,11 +60,15 @@ class OffloadedTensor:
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self._device = tensor.device
+        self._size = tensor.size()
+        unique = _without_repeats(tensor)
+        # Nothing can be written to windows that overlap, so they come back side by side.
+        self._strides = None if _has_elements_in_common(unique) else unique.stride()
         self._arriving: _Arriving | torch.Tensor | None = None
         self._original: torch.Tensor | None = tensor
         self._copied: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            self._values = moved(tensor, device)
+            self._values = moved(unique, device)
             return
         # Kept for later, when another stream may be current.
         self._sender = torch.cuda.current_stream(tensor.device)
@@ -53,10 +78,10 @@ class OffloadedTensor:
         with torch.cuda.stream(side):
             if is_host(device):
                 # Only with pinned memory does CUDA copy to the host while it computes.
-                pinned = torch.empty_like(tensor, device=device, pin_memory=True)
-                self._values = pinned.copy_(tensor, non_blocking=True)
+                pinned = torch.empty_like(unique, device=device, pin_memory=True)
+                self._values = pinned.copy_(unique, non_blocking=True)
             else:
-                self._values = moved(tensor, device)
+                self._values = moved(unique, device)
             self._copied = side.record_event()
 
     def free_original(self) -> None:
@@ -74,17 +99,27 @@ class OffloadedTensor:
         if self._arriving is not None:
             return self._arriving
         if self._copied is None:
-            return moved(self._values, self._device)
+            # The copy that is made anyway may have them.
+            if self._strides in (None, self._values.stride()):
+                return moved(self._values, self._device).expand(self._size)
+            return self._room().copy_(self._values).expand(self._size)
         owner = torch.cuda.current_stream(self._device)
         side = _fetch_stream(self._device)
         # Allocated before the side stream is entered: the memory belongs to the
         # stream that computes.
-        tensor = torch.empty_like(self._values, device=self._device)
+        tensor = self._room()
         side.wait_stream(owner)  # kernels that are queued there may still read what this memory held before
         side.wait_event(self._copied)
         with torch.cuda.stream(side):
             tensor.copy_(self._values, non_blocking=True)
-            return _Arriving(tensor, side.record_event(), owner)
+            return _Arriving(tensor.expand(self._size), side.record_event(), owner)
+
+    def _room(self) -> torch.Tensor:
+        """Memory for what is fetched."""
+        if self._strides is None:
+            return torch.empty_like(self._values, device=self._device)
+        size = self._values.size()
+        return torch.empty_strided(size, self._strides, dtype=self._values.dtype, device=self._device)
 
     def fetch(self) -> torch.Tensor:
         """The tensor where it was, for the stream that is current there; fetched once until :meth:`release`."""

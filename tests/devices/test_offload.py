@@ -33,3 +33,41 @@ def test_the_memory_is_free_until_the_values_are_fetched_and_again_after_their_r
 def test_a_device_may_hold_what_the_host_offloads() -> None:
     offloaded = OffloadedTensor(torch.ones(3), sim_device(1))
     assert offloaded.fetch().device == torch.device("cpu")
+
+
+MATRIX = torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda matrix: matrix,
+        lambda matrix: matrix.T,
+        lambda matrix: matrix.chunk(2, -1)[1],
+        lambda matrix: matrix[:, ::2].T,
+        lambda matrix: matrix[:, 1:2].expand(4, 5),
+        lambda matrix: matrix[1].expand(3, 2, 6),
+        lambda matrix: matrix[0, 0].expand(7),
+        lambda matrix: matrix[:, :0],
+    ],
+    ids=["dense", "transposed", "half", "every other", "column repeated", "row repeated", "number repeated", "empty"],
+)
+def test_what_comes_back_lies_in_memory_as_before(view) -> None:
+    tensor = view(MATRIX.to(sim_device(1)))
+    offloaded = OffloadedTensor(tensor, torch.device("cpu"))
+    fetched = offloaded.fetch()
+    assert fetched.stride() == tensor.stride()
+    assert torch.equal(fetched.cpu(), tensor.cpu())
+
+
+def test_windows_that_overlap_come_back_with_their_values() -> None:
+    windows = MATRIX.flatten().to(sim_device(1)).unfold(0, 5, 2)
+    assert torch.equal(OffloadedTensor(windows, torch.device("cpu")).fetch().cpu(), windows.cpu())
+
+
+def test_rows_that_repeat_are_away_once(sim) -> None:
+    held = sim.memory_allocated(1)
+    rows = torch.ones(1, SIZE).expand(50, SIZE)
+    offloaded = OffloadedTensor(rows, sim_device(1))
+    assert sim.memory_allocated(1) == held + SIZE * 4
+    assert offloaded.fetch().shape == rows.shape
