@@ -6,15 +6,16 @@ changed: the module, and random generators, are put back after the traced run.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lightning_dpx.arguments import check_is_module
+from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.leave_no_trace import BeforeWrites, untouched
 from lightning_dpx.python_objects.overrides import preserve_modes
@@ -53,18 +54,48 @@ class Activation:
     operator: str
 
 
-def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
+class Inputs(NamedTuple):
+    """What the step of a module is called with.
+
+    Attributes:
+        positional: The inputs of ``forward``; the batch, for a ``training_step``.
+        named: Those that ``forward`` gets by keyword.
+    """
+
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
+def inputs_of(module: nn.Module, batch: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Inputs:
+    """``batch`` and ``kwargs``, as a step of ``module`` gets them.
+
+    Raises:
+        ConfigurationError: ``kwargs`` are no keywords, or the module's step has none.
+    """
+    if kwargs is None:
+        return Inputs(batch, {})
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ConfigurationError(f"kwargs={kwargs!r} is not allowed; give the keyword inputs of forward by name.")
+    if kwargs and hasattr(module, "training_step"):
+        raise ConfigurationError(
+            f"kwargs names {', '.join(kwargs)}, and a training_step gets nothing by keyword; give its batch alone."
+        )
+    return Inputs(batch, dict(kwargs))
+
+
+def trace_activations(module: nn.Module, *batch: Any, kwargs: Mapping[str, Any] | None = None) -> list[Activation]:
     """The activations of one forward, in order.
 
     Args:
         module: Any module. One with a ``training_step`` runs that, as Lightning does, with the batch and index 0.
         batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
+        kwargs: Those that ``module.forward`` gets by keyword.
 
     Returns:
         One entry per saved tensor, without parameters, buffers and the inputs themselves.
 
     Raises:
-        ConfigurationError: ``module`` is none. Errors of its own step are passed on.
+        ConfigurationError: ``module`` is none, or ``kwargs`` are none of its step. Errors of that are passed on.
 
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -72,16 +103,18 @@ def trace_activations(module: nn.Module, *batch: Any) -> list[Activation]:
         256
     """
     check_is_module(module)
-    return trace_run(module, step_on(module, batch), tree_leaves(batch))
+    inputs = inputs_of(module, batch, kwargs)
+    return trace_run(module, step_on(module, inputs), tree_leaves(inputs))
 
 
-def step_on(module: nn.Module, batch: Sequence[Any]) -> Run:
+def step_on(module: nn.Module, inputs: Inputs) -> Run:
     """A training step of ``module``: its own, as Lightning calls it, or its ``forward``."""
     step = getattr(module, "training_step", None)
-    if step is not None:
-        # Lightning gives a step one batch, however many tensors are in it.
-        return lambda: step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
-    return lambda: module(*batch)
+    if step is None:
+        return lambda: module(*inputs.positional, **inputs.named)
+    batch = inputs.positional
+    # Lightning gives a step one batch, however many tensors are in it.
+    return lambda: step(*arguments_of_step(step, batch[0] if len(batch) == 1 else batch))
 
 
 def arguments_of_step(step: Callable[..., Any], batch: Any, index: int = 0) -> tuple[Any, ...]:

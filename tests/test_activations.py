@@ -1,10 +1,13 @@
 """What a model keeps between forward and backward, by module call."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.activations import CallStack, arguments_of_step, example_run, step_on
+from lightning_dpx.activations import CallStack, Inputs, arguments_of_step, example_run, inputs_of, step_on
 
 
 def test_every_saved_tensor_belongs_to_the_innermost_call_and_a_storage_counts_once() -> None:
@@ -41,11 +44,32 @@ class Steps(nn.Module):
 
 
 def test_a_training_step_is_called_as_lightning_calls_it() -> None:
-    assert step_on(Steps(), ["batch"])() == ("batch", 0)
+    assert step_on(Steps(), Inputs(("batch",), {}))() == ("batch", 0)
     assert arguments_of_step(lambda batch: None, "batch") == ("batch",)
     assert arguments_of_step(lambda *args: None, "batch", 3) == ("batch", 3)
     assert arguments_of_step(lambda batch, *, extra=1: None, "batch") == ("batch",)
-    assert step_on(nn.Tanh(), [torch.zeros(1)])() == 0
+    assert step_on(nn.Tanh(), Inputs((torch.zeros(1),), {}))() == 0
+
+
+def test_forward_gets_its_keyword_inputs_by_name() -> None:
+    inputs = inputs_of(nn.Tanh(), (), {"input": torch.zeros(1)})
+    assert step_on(nn.Tanh(), inputs)() == 0
+    assert dpx.trace_activations(nn.Tanh(), kwargs={"input": torch.ones(4)}) == []
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    assert [one.shape for one in dpx.trace_activations(net, kwargs={"input": torch.ones(4, 2)})] == [(4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("module", "kwargs", "message"),
+    [
+        (nn.Tanh(), ["input"], r"kwargs=\['input'\] is not allowed; give the keyword inputs of forward by name"),
+        (nn.Tanh(), {1: 2}, r"kwargs=\{1: 2\} is not allowed"),
+        (Steps(), {"mask": 1}, "kwargs names mask, and a training_step gets nothing by keyword; give its batch alone"),
+    ],
+)
+def test_what_are_no_keyword_inputs_is_refused(module: nn.Module, kwargs: Any, message: str) -> None:
+    with pytest.raises(dpx.ConfigurationError, match=message):
+        dpx.trace_activations(module, torch.ones(1), kwargs=kwargs)
 
 
 def test_an_example_runs_in_evaluation_mode_and_the_mode_stays() -> None:

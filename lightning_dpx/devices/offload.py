@@ -49,8 +49,8 @@ def _has_elements_in_common(tensor: torch.Tensor) -> bool:
 class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
-    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`. Away they
-    lie side by side. What is fetched has the strides of the original: a kernel may round by them (on a CPU an
+    On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`. They lie
+    there side by side. What is fetched has the strides of the original: a kernel may round by them (on a CPU an
     exponential is computed in another way for elements that are apart).
 
     Args:

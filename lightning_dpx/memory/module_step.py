@@ -1,5 +1,6 @@
 """The step of a module outside of a Trainer: run as it is written, and profiled where it is, or where it shall be."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.activations import arguments_of_step
+from lightning_dpx.activations import Inputs, inputs_of, step_on
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.flat_units import unwrapped
@@ -23,52 +24,54 @@ from lightning_dpx.torch_compat import tree_leaves
 
 
 def profile_module(
-    module: nn.Module, *batch: Any, device: torch.device | str | None = None, accumulates: bool = False
+    module: nn.Module,
+    *batch: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    accumulates: bool = False,
 ) -> Profile:
     """What a step of ``module`` on ``batch`` saves; see :func:`search_plan` and :func:`profile_step`."""
+    return profile_inputs(module, inputs_of(module, batch, kwargs), device=device, accumulates=accumulates)
+
+
+def profile_inputs(
+    module: nn.Module, inputs: Inputs, device: torch.device | str | None = None, accumulates: bool = False
+) -> Profile:
+    """:func:`profile_module` of inputs that were looked at."""
     # Sharded parameters are whole only in their unit's forward and backward, so their steps are
     # always profiled on fakes.
     if sharded_units(module):
-        home = device or device_of(module, batch)
+        home = device or device_of(module, inputs)
         with unwrapped(module) as whole:
-            run = partial(_loss_of_all, whole)
-            return profile_unsharded(whole, batch, home, run, accumulates=accumulates)
+            return profile_unsharded(whole, inputs, home, partial(loss_of, whole), accumulates=accumulates)
     if device is not None:
         target = target_of(device)
         return profile_absent(
             module,
-            batch,
+            inputs,
             target,
-            lambda inputs: loss_of(module, *inputs),
+            partial(loss_of, module),
             here=fake_device_for(target),
-            few=lambda: first_rows(batch),
+            few=lambda: first_rows(inputs),
             accumulates=accumulates,
         )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
-    return profile_step(module, loss_of(module, *batch), device_of(module, batch), accumulates=accumulates)
+    return profile_step(module, loss_of(module, inputs), device_of(module, inputs), accumulates=accumulates)
 
 
-def loss_of(module: nn.Module, *batch: Any) -> Run:
+def loss_of(module: nn.Module, inputs: Inputs) -> Run:
     """One forward that ends in something to run backward from."""
-    step = getattr(module, "training_step", None)
+    step = step_on(module, inputs)
 
     def run() -> torch.Tensor:
-        with _muted(module) if step is not None else nullcontext():
-            if step is None:
-                out = module(*batch)
-            else:
-                given = batch[0] if len(batch) == 1 else batch
-                out = step(*arguments_of_step(step, given))
+        with _muted(module) if hasattr(module, "training_step") else nullcontext():
+            out = step()
         if isinstance(out, dict) and "loss" in out:
             out = out["loss"]
         return sum_of(out)
 
     return run
-
-
-def _loss_of_all(module: nn.Module, inputs: Any) -> Run:
-    return loss_of(module, *inputs)
 
 
 def sum_of(outputs: Any) -> torch.Tensor:

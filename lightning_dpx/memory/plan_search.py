@@ -7,7 +7,7 @@ module, batch --profile_module--> profile --planner x budget--> plan
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.activations import Inputs, inputs_of
 from lightning_dpx.arguments import check_is_module, is_number, is_whole_number
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.memory.apply import check_is_plan
@@ -32,7 +33,7 @@ from lightning_dpx.memory.micro_batch_planning import (
     plan_in_micro_batches,
     told_as_too_few_rows,
 )
-from lightning_dpx.memory.module_step import device_of, loss_of, profile_module
+from lightning_dpx.memory.module_step import device_of, loss_of, profile_inputs
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
 from lightning_dpx.memory.plan.make_plan import make_planner
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -54,6 +55,7 @@ _said_to_be_fastest: Choose = itemgetter(0)
 def search_plan(
     module: nn.Module,
     *batch: Any,
+    kwargs: Mapping[str, Any] | None = None,
     budget: int | float | str | None = None,
     planner: str | Planner = "auto",
     num_trials: int = 6,
@@ -83,6 +85,7 @@ def search_plan(
         module: Any module. One with a ``training_step`` runs that, with the batch and index 0; from the outputs of any
             other, all that require grad are summed.
         batch: The inputs of ``module.forward``; the batch, for a ``training_step``.
+        kwargs: Those that ``module.forward`` gets by keyword.
         budget: Bytes of activations at the most, also as ``"8GiB"``; a fraction (0 to 1, or ``"60%"``) of what they
             need without a plan; or as few as possible. Activations are what the step allocates and frees again: not
             parameters and their gradients.
@@ -126,10 +129,11 @@ def search_plan(
     chosen = grid if planner == "search" else make_planner(planner)
     bytes_of_budget(budget, 1)
     micro_batches = parse_micro_batch_number(micro_batches)
+    inputs = inputs_of(module, batch, kwargs)
     is_sharded = bool(sharded_units(module))
     if is_sharded and device is None:
         # Asked before its parameters are whole, and nowhere.
-        device = device_of(module, batch)
+        device = device_of(module, inputs)
     # What one process finds in a cache another may not, and steps in which they meet are run by all or by none.
     cache = PlanCache(False if is_sharded or is_tensor_parallel(module) else plan_cache, _LOG.warning)
     with (
@@ -137,7 +141,7 @@ def search_plan(
         unwrapped(module) as whole,
         _without_gradients(whole) if accumulates is False else nullcontext(),
     ):
-        search = _Search(module, whole, batch, chosen, device, cache)
+        search = _Search(module, whole, inputs, chosen, device, cache)
         if is_sharded:
             return plan_of_first_rank(lambda: search.plan(budget, micro_batches, accumulates=bool(accumulates)))
         return search.plan(budget, micro_batches, accumulates=bool(accumulates))
@@ -149,7 +153,7 @@ class _Search:
     Args:
         module: As it was given.
         whole: The same, its parameters no longer in one flat tensor.
-        batch: The inputs of a step.
+        inputs: Of a step.
         planner: Who decides.
         device: What is planned for on fake tensors; ``None`` where steps run, and are timed.
         cache: Of profiles and plans.
@@ -159,14 +163,14 @@ class _Search:
         self,
         module: nn.Module,
         whole: nn.Module,
-        batch: tuple[Any, ...],
+        inputs: Inputs,
         planner: Planner,
         device: torch.device | str | None,
         cache: PlanCache,
     ) -> None:
         self._module = module
         self._whole = whole
-        self._batch = batch
+        self._inputs = inputs
         self._planner = planner
         self._device = device
         self._cache = cache
@@ -175,25 +179,25 @@ class _Search:
         self, budget: int | float | str | None, micro_batches: MicroBatchNumber, *, accumulates: bool
     ) -> MemoryPlan:
         """The plan within ``budget``; see :func:`search_plan`."""
-        profile = self._profile_of(self._batch, accumulates)
+        profile = self._profile_of(self._inputs, accumulates)
         allowed = bytes_of_budget(budget, profile.peak)
         if micro_batches == 1:
             return self._plan_of(profile, allowed, self._choose(profile))
-        return _planned_in_parts(self._batch, profile, allowed, micro_batches, self._profile_of, self._plan_of)
+        return _planned_in_parts(self._inputs, profile, allowed, micro_batches, self._profile_of, self._plan_of)
 
     def _choose(self, profile: Profile) -> Choose:
         """Who chooses among plans of the whole step."""
         # Only a step that runs here as it is planned can be timed with several plans.
         if self._device is not None:
             return _said_to_be_fastest
-        return partial(fastest_plan, profile=profile, module=self._module, run=loss_of(self._module, *self._batch))
+        return partial(fastest_plan, profile=profile, module=self._module, run=loss_of(self._module, self._inputs))
 
-    def _profile_of(self, inputs: tuple[Any, ...], accumulates: bool) -> Profile:
+    def _profile_of(self, inputs: Inputs, accumulates: bool) -> Profile:
         key = self._key_of(inputs, accumulates)
-        profile = partial(profile_module, self._whole, *inputs, device=self._device, accumulates=accumulates)
+        profile = partial(profile_inputs, self._whole, inputs, device=self._device, accumulates=accumulates)
         return self._cache.profile(key, profile)
 
-    def _key_of(self, inputs: tuple[Any, ...], accumulates: bool) -> str:
+    def _key_of(self, inputs: Inputs, accumulates: bool) -> str:
         """Of a profile in the cache."""
         if not self._cache.is_on:  # a key is a digest of all that the module leads to
             return ""
@@ -236,11 +240,11 @@ def _adding_peak(profile: Profile, plan: MemoryPlan) -> int | None:
 
 
 def _planned_in_parts(
-    batch: tuple[Any, ...],
+    inputs: Inputs,
     whole: Profile,
     budget: int | None,
     micro_batches: MicroBatchNumber,
-    profile_of: Callable[[tuple[Any, ...], bool], Profile],
+    profile_of: Callable[[Inputs, bool], Profile],
     plan_of: PlanOf,
 ) -> MemoryPlan:
     """The plan of a step that is cut; see :func:`search_plan`.
@@ -248,7 +252,7 @@ def _planned_in_parts(
     Raises:
         ConfigurationError: the number is to be chosen, and there is nothing to choose it for.
     """
-    rows, cut = first_rows(batch)
+    rows, cut = first_rows(inputs)
 
     def of_rows(count: int, /, *, accumulates: bool) -> Profile:
         if count == rows:
@@ -293,7 +297,11 @@ def bytes_of_budget(budget: int | float | str | None, peak: int) -> int | None:
 
 
 def estimate_cost(
-    module: nn.Module, plan: MemoryPlan, *batch: Any, device: torch.device | str | None = None
+    module: nn.Module,
+    plan: MemoryPlan,
+    *batch: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
 ) -> dict[str, float]:
     """What ``plan`` would do to a step on ``batch``, for example after an edit or for another batch size.
 
@@ -301,6 +309,7 @@ def estimate_cost(
         module: What the plan was made for.
         plan: Which.
         batch: As in :func:`search_plan`.
+        kwargs: As in :func:`search_plan`.
         device: As in :func:`search_plan`.
 
     Returns:
@@ -319,10 +328,11 @@ def estimate_cost(
     """
     check_is_module(module)
     check_is_plan(plan)
+    inputs = inputs_of(module, batch, kwargs)
     if sharded_units(module) and device is None:
-        device = device_of(module, batch)
+        device = device_of(module, inputs)
     with unwrapped(module) as whole:
         plan.check(whole)
-        profile = profile_module(whole, *batch, device=device)
+        profile = profile_inputs(whole, inputs, device=device)
     result = forecast_plan(profile, plan)
     return {"peak": result.peak, "saved": result.kept, "recompute_share": result.seconds / profile.step_seconds}

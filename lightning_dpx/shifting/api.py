@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dpx.activations import example_run, preserve_module_state, step_on
+from lightning_dpx.activations import example_run, inputs_of, preserve_module_state, step_on
 from lightning_dpx.arguments import check_is_module
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.errors import ConfigurationError
@@ -15,7 +15,13 @@ from lightning_dpx.shifting.hooks import remove_hooks_of
 from lightning_dpx.shifting.shift import SHIFTS, Shift
 
 
-def shift_activations(module: nn.Module, activations: Names, shifts: Mapping[Any, Any], *batch: Any) -> Shift:
+def shift_activations(
+    module: nn.Module,
+    activations: Names,
+    shifts: Mapping[Any, Any],
+    *batch: Any,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Shift:
     """Runs parts of ``module`` on another device from now on.
 
     Args:
@@ -25,13 +31,14 @@ def shift_activations(module: nn.Module, activations: Names, shifts: Mapping[Any
         shifts: ``{from: to}``; parts of the model that live on ``from`` move to ``to``.
         batch: As for :func:`trace_activations`. What cannot be shifted shows when the model runs: with a batch, or
             where the module has an ``example_input_array``, it runs once now; otherwise it shows in the first step.
+        kwargs: As for :func:`trace_activations`, beside a batch or instead of one.
 
     Returns:
         The shift, which :func:`unshift_activations` takes back.
 
     Raises:
         ConfigurationError: a device is both source and target, a pattern matches nothing (with the nearest names), the
-            target has no room for the parameters, or the module is shifted already.
+            target has no room for the parameters, ``kwargs`` are none of the module's step, or it is shifted already.
         UnsupportedError: an in-place operator, or a checkpointed region, lies across the cut. Nothing is shifted then.
 
     Examples:
@@ -45,8 +52,10 @@ def shift_activations(module: nn.Module, activations: Names, shifts: Mapping[Any
         device(type='sim', index=0)
     """
     check_is_module(module)
+    inputs = inputs_of(module, batch, kwargs)
     shift = apply_shift(module, activations, shifts)
-    run = step_on(module, batch) if batch else example_run(module, shift.source)
+    is_given = inputs.positional or inputs.named
+    run = step_on(module, inputs) if is_given else example_run(module, shift.source)
     if run is not None:
         try:
             with preserve_module_state(module), shift.active():

@@ -101,5 +101,5 @@ def memory_plans(trainer: Trainer) -> MemoryPlans:
 def _as_picture(device: torch.device, memory: DeviceMemory) -> DeviceStep:
     static = {kind: getattr(memory, kind) for kind in KINDS if kind != "activations"}
     # The interpreter and its libraries would press everything else flat, and no budget is for them.
-    peaks = {phase: max(0, memory.peak_by_phase.get(phase, 0) - memory.process) for phase in PHASES}
+    peaks: dict[str, int] = {phase: max(0, memory.peak_by_phase.get(phase, 0) - memory.process) for phase in PHASES}
     return DeviceStep(str(device), static, peaks, memory.planned, memory.budget, memory.total)
