@@ -36,6 +36,7 @@ from lightning_dpx.replicas import (
     Execution,
     InputGradients,
     MicroBatches,
+    OutputDims,
     OutputGradients,
     Replica,
     ReplicaSet,
@@ -73,8 +74,9 @@ class ReplicaGroup:
         devices: K devices; repeated ones are allowed.
         workload: ``None`` for even shares, K positive numbers, or ``"auto"`` for shares by measured speed.
         batch_dim: The batch dim of all inputs and outputs, or ``{input: dim}`` with positions (``"0"``), keywords and
-            paths within them (``"0.pixels"``), ``"output"`` for the outputs and ``"labels"`` for those of a metric; 0
-            for those that are not named, -1 gives an input whole.
+            paths within them (``"0.pixels"``), ``"output"`` for the outputs, or ``"output.1"`` for one of them, and
+            ``"labels"`` for those of a metric; 0 for those that are not named. -1 gives an input whole, and is for an
+            output that has no rows and is the same on all replicas.
         grad_req: ``"write"`` replaces the gradients at each backward, ``"add"`` accumulates, ``"null"`` computes none;
             or ``{parameter name: one of them}``, with "write" for those that are not named. ``"add"`` by itself is also
             for the gradients of the inputs: they add up as long as batches have the same shapes, until :meth:`reshape`.
@@ -137,6 +139,7 @@ class ReplicaGroup:
         )
         reduces = make_reducer(reducer, self._set.devices)
         self._gradients = GroupGradients(self._set, reduces, requests, fixed_params)
+        self._output_dims = OutputDims.read(batch_dim)
         self._monitors = OutputMonitors()
         self._slices: list[BatchSlice] = []
         self._outputs: list[Any] = []
@@ -425,7 +428,7 @@ class ReplicaGroup:
             SliceError: ``out_grads`` has another number of rows.
         """
         num_rows = sum(batch_slice.num_rows for batch_slice in self._slices)
-        return OutputGradients.read(out_grads, num_rows, self._output_dim)
+        return OutputGradients.read(out_grads, num_rows, self._output_dims)
 
     def _rows_by_replica(self) -> dict[int, slice]:
         return {one.replica.index: rows for one, rows in zip(self._slices, self.slices, strict=True)}
@@ -443,17 +446,6 @@ class ReplicaGroup:
         with self._gradients.of_a_backward(), self._input_gradients.of_a_backward(self._batches_by_replica()):
             yield
             self._gradients.reduce()
-
-    def _dim(self, name: str) -> int:
-        batch_dim = self._set.slicer.batch_dim
-        if isinstance(batch_dim, int):
-            return batch_dim
-        return batch_dim.get(name, 0)
-
-    @property
-    def _output_dim(self) -> int:
-        # -1 is for inputs that every replica gets whole; outputs are always those of slices.
-        return max(self._dim("output"), 0)
 
     def outputs(self) -> list[Any]:
         """The last forward's output of every active replica, on its device."""
@@ -477,7 +469,8 @@ class ReplicaGroup:
                 f"Replica {named} returned None, and others did not, so the rows of their slices have no outputs; "
                 "return the same structure for all rows, or read outputs()."
             )
-        return gather(self._outputs, rows, self._set.root.device, self._output_dim)
+        self._output_dims.check(self._outputs[0])
+        return gather(self._outputs, rows, self._set.root.device, self._output_dims)
 
     def input_grads(self) -> list[list[Any]]:
         """Per input (positional, then keyword), the gradients of every active replica's slice, nested as the input.

@@ -36,6 +36,7 @@ from lightning_dpx.replicas.merging.rebound_numbers import NumberWatch, changed_
 from lightning_dpx.replicas.merging.reductions import weighted_mean
 from lightning_dpx.replicas.merging.rules import Weights
 from lightning_dpx.replicas.micro_batch_sizes import MicroBatches, check_micro_batches, parse_micro_batches
+from lightning_dpx.replicas.output_dims import OutputDims
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_set import ReplicaSet
 from lightning_dpx.replicas.replicate import make_shadow_module
@@ -84,6 +85,7 @@ __all__ = [
     "MicroBatches",
     "News",
     "NumberWatch",
+    "OutputDims",
     "OutputGradients",
     "Replica",
     "ReplicaRank",

@@ -15,6 +15,7 @@ import torch
 from lightning_dpx.errors import SliceError
 from lightning_dpx.replicas.batch_reading import BatchDim
 from lightning_dpx.replicas.containers import children_of, is_sequence, join_path, map_tensors, rebuild
+from lightning_dpx.replicas.output_dims import OutputDims
 
 Tensors = dict[str, torch.Tensor | None]
 
@@ -26,25 +27,29 @@ class OutputGradients:
     Attributes:
         given: By path in the outputs; ``None`` where the output is a loss, whose gradient is 1.
         num_rows: Of the whole batch.
-        dim: The batch dim of the outputs.
+        dims: The batch dims of the outputs.
     """
 
     given: Tensors | None
     num_rows: int
-    dim: int
+    dims: OutputDims
 
     @classmethod
-    def read(cls, out_grads: Any, num_rows: int, dim: int) -> Self:
+    def read(cls, out_grads: Any, num_rows: int, dims: OutputDims) -> Self:
         """Those that a caller gave.
 
         Raises:
             SliceError: none of them has as many rows as the batch.
         """
         given = None if out_grads is None else _tensors_of(out_grads)
-        sizes = {grad.shape[dim] for grad in (given or {}).values() if grad is not None and grad.ndim > dim}
+        sizes = set()
+        for path, grad in (given or {}).items():
+            dim = dims.of(path)
+            if grad is not None and not dims.is_whole(path) and grad.ndim > dim:
+                sizes.add(grad.shape[dim])
         if sizes and num_rows not in sizes and not sizes <= {1}:
             raise SliceError(f"out_grads has {min(sizes)} rows, the outputs have {num_rows}; give one per output row.")
-        return cls(given, num_rows, dim)
+        return cls(given, num_rows, dims)
 
     def check(self, output: Any, rows: slice) -> None:
         """Whether these are gradients of what a replica returned for ``rows``.
@@ -83,17 +88,20 @@ class OutputGradients:
             raise self._refused(own)
         pairs = []
         for path, grad in wanted.items():
-            part = self._part(own[path], grad, rows, share)
+            part = self._part(path, own[path], grad, rows, share)
             if part is None:
                 raise self._refused(own)
             pairs.append((own[path], part))
         return pairs
 
-    def _part(self, leaf: torch.Tensor, grad: torch.Tensor, rows: slice, share: float) -> torch.Tensor | None:
+    def _part(
+        self, path: str, leaf: torch.Tensor, grad: torch.Tensor, rows: slice, share: float
+    ) -> torch.Tensor | None:
         """What belongs to a replica's output; ``None`` where the shapes do not fit."""
         size = rows.stop - rows.start
         # In the order in which outputs are joined.
-        for dim in dict.fromkeys((self.dim, 0)):
+        dims = () if self.dims.is_whole(path) else dict.fromkeys((self.dims.of(path), 0))
+        for dim in dims:
             if leaf.ndim > dim and leaf.shape[dim] == size:
                 whole = torch.Size([*leaf.shape[:dim], self.num_rows, *leaf.shape[dim + 1 :]])
                 if _is_like(grad.shape, whole):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas import OutputGradients, join_input_gradients
+from lightning_dpx.replicas import OutputDims, OutputGradients, join_input_gradients
 
 CPU = torch.device("cpu")
 
@@ -11,7 +11,7 @@ def _walked(output, out_grads, rows, num_rows=6, dim=0):
     leaves = [leaf for leaf in output.values() if leaf is not None]
     for leaf in leaves:
         leaf.requires_grad_()
-    OutputGradients.read(out_grads, num_rows, dim).walk(output, rows)
+    OutputGradients.read(out_grads, num_rows, OutputDims.read(dim)).walk(output, rows)
     return {name: None if leaf is None else leaf.grad for name, leaf in output.items()}
 
 
@@ -42,7 +42,7 @@ def test_outputs_that_are_no_tensors_have_none_for_their_gradients() -> None:
     scores = torch.ones(3, requires_grad=True)
     output = {"scores": scores, "cache": None, "name": "last"}
     out_grads = {"scores": torch.ones(6), "cache": None, "name": None}
-    assert OutputGradients.read(out_grads, 6, 0).walk(output, slice(0, 3))
+    assert OutputGradients.read(out_grads, 6, OutputDims.read(0)).walk(output, slice(0, 3))
     assert scores.grad is not None
 
 
@@ -50,14 +50,14 @@ def test_outputs_that_are_no_tensors_have_none_for_their_gradients() -> None:
     "wrong", [{"b": torch.ones(6, 2, 3)}, {"a": torch.ones(6, 3, 2)}, {"a": torch.ones(6, 6)}, {}, None]
 )
 def test_gradients_of_other_outputs_or_shapes_are_refused(wrong) -> None:
-    gradients = OutputGradients.read(wrong, 6, 0)
+    gradients = OutputGradients.read(wrong, 6, OutputDims.read(0))
     with pytest.raises(dpx.SliceError, match=r"The outputs have shapes a: \[2, 2, 3\], and their gradients"):
         gradients.check({"a": torch.ones(2, 2, 3, requires_grad=True)}, slice(0, 2))
 
 
 def test_gradients_of_other_rows_are_refused_before_anything_runs() -> None:
     with pytest.raises(dpx.SliceError, match="out_grads has 5 rows, the outputs have 6"):
-        OutputGradients.read([torch.ones(5, 2)], 6, 0)
+        OutputGradients.read([torch.ones(5, 2)], 6, OutputDims.read(0))
 
 
 def _with_grad(shape, value):

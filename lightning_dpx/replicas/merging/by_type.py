@@ -15,13 +15,16 @@ from lightning_dpx.replicas.merging.equality import is_equal_object
 from lightning_dpx.replicas.merging.number_types import ADDED_IN, NUMBERS, as_tensor, is_numeric, like
 from lightning_dpx.replicas.merging.reductions import join_arrays, reduce_numbers
 from lightning_dpx.replicas.merging.rules import Weights
+from lightning_dpx.replicas.output_dims import OutputDims
+
+_RESULT = "result"  # where the paths of values begin
 
 
 def gather(
     results: Sequence[Any],
     sizes: Sequence[float],
     device: torch.device,
-    dim: int = 0,
+    dim: int | OutputDims = 0,
 ) -> Any:
     """Merges one result per active replica by the types of its values.
 
@@ -34,7 +37,8 @@ def gather(
         results: One nested result per active replica.
         sizes: Rows of each of them, all positive.
         device: Where the merged tensors shall live.
-        dim: The batch dim of the results.
+        dim: The batch dim of the results, or that of each: an output whose rows are along another dim than the one
+            named for it is not averaged then.
 
     Raises:
         GatherError: the replicas returned different structures, or different values that have no merge.
@@ -48,7 +52,7 @@ def gather(
             counts.append(size)
     if not present:
         return None
-    return merge_by_type(present, counts, device, dim, "result")
+    return merge_by_type(present, counts, device, dim, _RESULT)
 
 
 def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.device, reduce_fx: str, path: str) -> Any:
@@ -96,14 +100,14 @@ def merge_by_reduction(parts: Sequence[Any], weights: Weights, device: torch.dev
     return like(merged, parts[0])
 
 
-def merge_by_type(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
+def merge_by_type(parts: list[Any], sizes: list[float], device: torch.device, dim: int | OutputDims, path: str) -> Any:
     """One value from those of replicas that all returned something; see :func:`gather`.
 
     Args:
         parts: The values.
         sizes: Rows of each replica.
         device: Where merged tensors shall live.
-        dim: The batch dim.
+        dim: The batch dim, or that of each value.
         path: Where the value is, for errors.
 
     Raises:
@@ -136,7 +140,7 @@ def _has_plain_rows(part: Any, num_rows: float) -> bool:
 
 
 def _merge_children(
-    parts: list[Any], children: list[Any], sizes: list[float], device: torch.device, dim: int, path: str
+    parts: list[Any], children: list[Any], sizes: list[float], device: torch.device, dim: int | OutputDims, path: str
 ) -> Any:
     names = []
     for part in children:
@@ -159,22 +163,34 @@ def _merge_children(
     return rebuild(parts[0], merged)
 
 
-def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
+def _merge_tensors(
+    parts: list[torch.Tensor], sizes: list[float], device: torch.device, dims: int | OutputDims, path: str
+) -> Any:
     device = device_beside(parts[0], device, device)
     if len(parts) == 1:
         return parts[0].to(device)
+    if isinstance(dims, OutputDims):
+        inner = path.removeprefix(_RESULT).removeprefix(".")
+        # Said to be the same on all replicas, as MXNet has it of outputs without a batch axis.
+        if dims.is_whole(inner):
+            return parts[0].to(device)
+        dim = dims.of(inner)
+    else:
+        dim = dims
     # Outputs often have their rows along dim 0 though inputs have them elsewhere (T x N in, N classes out).
     for candidate in dict.fromkeys((dim, 0)):
         has_rows = all(_has_rows_along(candidate, part, rows) for part, rows in zip(parts, sizes, strict=True))
         if has_rows and len({part.movedim(candidate, 0).shape[1:] for part in parts}) == 1:
             return torch.cat([part.to(device) for part in parts], candidate)
+    moved = [part.to(device) for part in parts]
+    if isinstance(dims, OutputDims):
+        _check_has_no_rows(moved, sizes, dim, path)
     if any(part.shape != parts[0].shape for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise GatherError(
             f"The replicas returned tensors of shapes {shapes} for {path}; either one row per sample along dim {dim} "
             "or the same shape everywhere is required."
         )
-    moved = [part.to(device) for part in parts]
     weights = Weights(rows=sizes, of_loss=sizes)
     if parts[0].is_floating_point() or parts[0].is_complex():
         return reduce_numbers(moved, "mean", weights)
@@ -186,11 +202,32 @@ def _merge_tensors(parts: list[torch.Tensor], sizes: list[float], device: torch.
     return torch.stack(moved).sum(0)
 
 
+def _check_has_no_rows(parts: list[torch.Tensor], sizes: list[float], dim: int, path: str) -> None:
+    """Whether what is to be averaged may be rows along another dim: states of an LSTM are (layers, rows, width).
+
+    Raises:
+        GatherError: it may be, and nobody has said which.
+    """
+    alike = [
+        other
+        for other in range(parts[0].ndim)
+        if all(_has_rows_along(other, part, rows) for part, rows in zip(parts, sizes, strict=True))
+    ]
+    if not alike or all(torch.equal(part, parts[0]) for part in parts[1:]):
+        return
+    output = f"output{path.removeprefix(_RESULT)}"
+    raise GatherError(
+        f"The replicas returned tensors of shapes {', '.join(str(tuple(part.shape)) for part in parts)} for {path}: "
+        f"no rows along dim {dim}, and along dim {alike[0]} as many as each replica has. Say which it is: "
+        f'batch_dim={{"{output}": {alike[0]}}}, or -1 for what has no rows and is the same on all replicas.'
+    )
+
+
 def _has_rows_along(dim: int, tensor: torch.Tensor, num_rows: float) -> bool:
     return tensor.ndim > dim and tensor.shape[dim] == num_rows
 
 
-def _merge_arrays(parts: list[Any], sizes: list[float], device: torch.device, dim: int, path: str) -> Any:
+def _merge_arrays(parts: list[Any], sizes: list[float], device: torch.device, dim: int | OutputDims, path: str) -> Any:
     """Arrays and scalars of NumPy as tensors would be; text and objects are joined if they are rows."""
     if all(map(is_numeric, parts)):
         merged = _merge_tensors([as_tensor(part) for part in parts], sizes, torch.device("cpu"), dim, path)
