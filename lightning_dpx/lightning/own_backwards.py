@@ -8,7 +8,6 @@ drops what parameters have got (``zero_grad()``), as is seen when it ends.
 ``loss.backward()`` ends in ``torch.autograd.backward``, which asks here while steps run on slices.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.lightning.run_again import StaysWhole
+from lightning_dpx.python_objects.shared_patch import SharedPatch
 
 REASON = "It runs a backward itself, which adds to the gradients of parameters what a slice has."
 ADVICE = "For all devices to take part, add that loss to the one that the step returns."
@@ -114,31 +114,26 @@ class step_of:  # noqa: N801  a context manager, entered for every slice: no gen
         RUNNING.reset(self._token)
 
 
-class _Redirected:
+class _Redirected(SharedPatch):
     """While it is entered, in any thread, ``torch.autograd.backward`` asks first."""
 
     def __init__(self) -> None:
-        # Runs may overlap, each in a thread of its own, and end in any order: the last one puts the function back.
-        self._lock = threading.Lock()
-        self._users = 0
+        super().__init__()
         self._before: Callable[..., None] = torch.autograd.backward
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._users:
-                # Asked for now: it may be another one than when this was imported.
-                self._before = torch.autograd.backward
-                # As overridden() does, without its calls: it is entered in every step.
-                vars(torch.autograd)["backward"] = _asked_first
-            self._users += 1
+    def make(self) -> None:
+        """Backwards ask."""
+        # Asked for now: it may be another one than when this was imported.
+        self._before = torch.autograd.backward
+        # As overridden() does, without its calls: it is entered in every step.
+        vars(torch.autograd)["backward"] = _asked_first
 
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                vars(torch.autograd)["backward"] = self._before
+    def undo(self) -> None:
+        """They no longer do."""
+        vars(torch.autograd)["backward"] = self._before
 
     def call(self, *args: Any, **options: Any) -> None:
+        """Runs a backward without asking."""
         self._before(*args, **options)
 
 

@@ -2,10 +2,9 @@
 
 import operator
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.reachable import globals_of
+from lightning_dpx.python_objects.shared_patch import SharedPatch
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
 _T = TypeVar("_T")
@@ -168,49 +168,33 @@ def _uncompiled_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-class _EagerRuns:
-    """torch.compile has one setting for the process: the first who wants code eager sets it, the last puts it back.
-
-    Runs in several threads begin and end in any order. If each put back what it had found, the last one could leave the
-    setting of another behind for good.
-    """
+class _EagerRuns(SharedPatch):
+    """``torch.compile`` leaves code as it was written: its one setting for the process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
+        super().__init__()
         self._eager: Any = None
 
-    def enter(self) -> None:
-        """Notes that one more run wants code to run as it was written."""
-        with self._lock:
-            if self._users == 0:
-                self._eager = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
-            self._users += 1
+    def make(self) -> None:
+        """Has all code run as it was written."""
+        self._eager = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
 
-    def leave(self) -> None:
-        """Notes that one of these runs has ended."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._eager.__exit__(None, None, None)
+    def undo(self) -> None:
+        """Compiled code runs again."""
+        self._eager.__exit__(None, None, None)
 
 
 # One for the process, as the setting of torch.compile is.
 _eager_runs = _EagerRuns()
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[None]:
     """What runs in here runs as it was written, in all threads, also what ``torch.compile`` has compiled.
 
     For runs under a dispatch mode: inside compiled code it would see no operators, and dynamo gives code that meets one
     up for good, so that it would stay uncompiled in every later step.
     """
-    _eager_runs.enter()
-    try:
-        yield
-    finally:
-        _eager_runs.leave()
+    return _eager_runs
 
 
 def untraced(function: Callable[[], _T]) -> Callable[[], _T]:

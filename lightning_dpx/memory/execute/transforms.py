@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from lightning_dpx.python_objects.shared_patch import SharedPatch
 from lightning_dpx.torch_compat import (
     is_functorch_wrapped_tensor,
     pop_saved_tensors_hooks,
@@ -35,8 +36,6 @@ class _StepAside:
     """The stand-in, for as long as it is needed, in the threads that need it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
         self._local = threading.local()
 
     @contextmanager
@@ -49,23 +48,16 @@ class _StepAside:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """Transforms of this thread do not mind hooks of which :meth:`are` has told."""
-        # The class is one for all threads, and goes back with the last plan that is at work.
-        with self._lock:
-            self._users += 1
-            graph.__class__ = _PerThread  # see [Note: one thread only]
-        # These nest: a plan that drops values and replays calls, a call replayed within a forward.
-        outer = getattr(self._local, "hooks", None)
-        was_in_use = self.in_use
-        self._local.in_use = True
-        try:
-            yield
-        finally:
-            self._local.hooks = outer
-            self._local.in_use = was_in_use
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    graph.__class__ = ModuleType
+        with _PROPERTY_IN_MODULE:
+            # These nest: a plan that drops values and replays calls, a call replayed within a forward.
+            outer = getattr(self._local, "hooks", None)
+            was_in_use = self.in_use
+            self._local.in_use = True
+            try:
+                yield
+            finally:
+                self._local.hooks = outer
+                self._local.in_use = was_in_use
 
     @property
     def in_use(self) -> bool:
@@ -146,6 +138,19 @@ class _PerThread(ModuleType):
         vars(self)[_NAME] = value
 
 
+class _PropertyInModule(SharedPatch):
+    """``torch.autograd.graph`` has that class, one for all threads, as long as any plan is at work."""
+
+    def make(self) -> None:
+        """Exchanges the class of the module."""
+        graph.__class__ = _PerThread  # see [Note: one thread only]
+
+    def undo(self) -> None:
+        """It is an ordinary module again."""
+        graph.__class__ = ModuleType
+
+
+_PROPERTY_IN_MODULE = _PropertyInModule()
 STEP_ASIDE = _StepAside()
 
 
