@@ -75,7 +75,7 @@ class ThreadChoice:
 
             output = trial.watch(alone)
             # The step on slices takes the same items as the one that was watched.
-            iterators.rewind(may_fetch=False)
+            iterators.rewind()
             verdict = trial.verdict(first_loss(output), self._loss_of_slices(args, kwargs))
         replicas.choose(threads=verdict.threads)
         how = "run in threads" if verdict.threads else "take their slices as one"

@@ -115,14 +115,6 @@ class WholeBatches:
         """
         self._announce(stage, "gets a batch", reason, advice, kind)
 
-    def forget(self) -> None:
-        """The run is over; the next one finds out, and says, by itself."""
-        self._reasons.clear()
-        self._keeps_unequal.clear()
-        self._small.clear()
-        self._next_whole.clear()
-        self._announced.clear()
-
     def _announce(self, stage: str, what: str, reason: str, advice: str, kind: Hashable) -> None:
         # By kind and not by text, which has the sizes of the batch in it.
         if (stage, kind) in self._announced:

@@ -89,20 +89,17 @@ class GeneratorStates:
         )
 
 
-def advance(modules: Iterable[nn.Module], steps: int = 1) -> None:
+def advance(modules: Iterable[nn.Module]) -> None:
     """Draws from every generator in reach, so that what comes next is another random number than before."""
-    torch.manual_seed(torch.initial_seed() + steps)
-    np.random.random(steps)
+    torch.manual_seed(torch.initial_seed() + 1)
+    np.random.random()
     # The module `random` itself answers like a generator.
     held: list[Any] = [random, *held_generators(modules)]
     for generator in held:
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(generator.initial_seed() + steps)
-        elif isinstance(generator, np.random.Generator | np.random.RandomState):
-            generator.random(steps)
+            generator.manual_seed(generator.initial_seed() + 1)
         else:
-            for _ in range(steps):
-                generator.random()
+            generator.random()
 
 
 @contextmanager

@@ -296,15 +296,11 @@ class IteratorsOfStep:
                 self._exchanged_of_code.append((place, iterator, shared))
                 _write_to_space(place[1], place[2], shared)
 
-    def rewind(self, *, may_fetch: bool) -> None:
-        """Callers from here on get the items that were taken in this step, from the first one.
-
-        Args:
-            may_fetch: Whether more than these may be taken.
-        """
+    def rewind(self) -> None:
+        """Callers from here on get the items that were taken in this step, from the first one, and no others."""
         for shared in self._shared:
             vars(shared)["_places"].clear()
-            vars(shared)["_may_fetch"] = may_fetch
+            vars(shared)["_may_fetch"] = False
 
     def end(self, *, undone: bool = False) -> None:
         """The step is over: the module holds its iterators again, unless the step has put something else there.

@@ -64,7 +64,7 @@ def test_a_step_in_slices_that_takes_more_than_the_whole_one_is_an_error() -> No
     module = Holds()
     step = step_of([module])
     next(module.noise)
-    step.rewind(may_fetch=False)
+    step.rewind()
     assert next(module.noise) == 0
     with pytest.raises(RuntimeError, match="takes more items"):
         next(module.noise)

@@ -28,7 +28,7 @@ from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.units import format_bytes
 
 _FAR = 2  # times as many rows
-MOST_PLANS = 3  # that are searched, beside the candidate that needs none
+_MOST_PLANS = 3  # that are searched, beside the candidate that needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,18 +313,16 @@ def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
 def choose_micro_batches(
     candidates: Sequence[Candidate],
     plan: Callable[[Candidate], MemoryPlan],
-    most_plans: int = MOST_PLANS,
     margin: float = 0.0,
 ) -> MicroBatchChoice:
     """The candidate that is fastest with its plan.
 
     The one that needs no plan is priced first, for nothing. The others follow, those of the least lower bound first,
-    until none can be faster, or ``most_plans`` were searched.
+    until none can be faster, or ``_MOST_PLANS`` were searched.
 
     Args:
         candidates: As :func:`candidates_of` gives them.
         plan: Plans for a candidate.
-        most_plans: Searches at the most.
         margin: A step in one piece may take this share longer than the fastest, and is taken all the same.
 
     Raises:
@@ -342,7 +340,7 @@ def choose_micro_batches(
         # Cut steps are taken for so much slower than they are, which lets the whole one win by a
         # margin.
         weight = 1.0 if candidate.number == 1 else 1.0 + margin
-        if best is not None and (weight * candidate.least >= best[0] or searches >= most_plans):
+        if best is not None and (weight * candidate.least >= best[0] or searches >= _MOST_PLANS):
             continue
         # A refusal takes a search for the smallest peak, and there may be as many candidates as rows: after the first
         # one only the candidate that needs least is asked for its own, if there is a proof against the others.
