@@ -16,7 +16,7 @@ Related: rotor (Beaumont et al., 2019) for chains.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from lightning_dpx.memory.plan.problem import Problem
 
 _MOST_CUTS = 100
-_MOST_POINTS = 24
+_MOST_POINTS = 24  # that are kept of those that end at one cut
 _PRICES = 6
-_BINS = 1024
+_DROPS_NOTHING = -1.0  # seconds per byte: no unit is computed in less than no time
+_BINS = 1024  # of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,116 +64,155 @@ def variants(problem: "Problem") -> list[Variant]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Stretches:
+    """The stretches that end at one cut, for each price (P) and each start (S): estimates, by sums over their units.
+
+    Attributes:
+        kept_bytes: What stays of a stretch, for itself and for what lies beyond the cut (P x S).
+        peak_bytes: The most at a time while backward is in it, beyond what stretches before it keep (P x S).
+        extra_seconds: To compute again what it drops (P x S).
+        leading_on: For each price, the units up to the cut that are kept though the price drops them: what lies beyond
+            is computed from them.
+    """
+
+    kept_bytes: np.ndarray
+    peak_bytes: np.ndarray
+    extra_seconds: np.ndarray
+    leading_on: list[np.ndarray]
+
+
 class StretchTable:
-    """What every price means for every unit, as sums from the beginning, and what crosses every cut."""
+    """What every stretch would keep, hold and cost at every price, and the search for the best row of them.
+
+                         start s              cut c
+        units      ... 4 | 5   6   7   8   9 | 10 ...
+        at price p       | -   -   +   -   ^ |            - dropped   + kept   ^ leads on: kept for 10
+        forward          kept_bytes[p, s]     of + and ^
+        backward         peak_bytes[p, s]     of all, as - come back, and of the most that passes beside them
+                         extra_seconds[p, s]  of -
+
+    Args:
+        variant: Which units may be dropped.
+    """
 
     def __init__(self, variant: Variant) -> None:
         problem = variant.problem
         units = problem.units
-        self._count = len(units)
-        self._uncached = variant.uncached
+        self._variant = variant
         # All pairs of cuts are looked at, for every price: the time grows with the square of their
         # number.
         cuts = _thinned([cut for cut in problem.cuts if cut != len(units) - 1], _MOST_CUTS)
-        self._cuts = np.array([*cuts, len(units) - 1])
-        self._starts = np.concatenate([[-1], self._cuts[:-1]])
-        self._sizes = np.array([unit.num_bytes for unit in units], dtype=np.float64)
-        self._times = np.array([unit.seconds for unit in units])
-        overhead = np.append(_overheads(problem), 0.0)  # there may be no unit at all
-        # [cut, start] -> the most between them
-        highest = [np.maximum.accumulate(overhead[start + 1 :]) for start in self._starts.tolist()]
-        between = np.maximum(self._cuts[:, None] - self._starts - 1, 0)
-        self._over = np.stack([most[at] for most, at in zip(highest, between.T, strict=True)], axis=1)
-        self._drops: list[np.ndarray] = []
-        self._members: list[list[np.ndarray]] = []
-        # [cut] -> price x start: bytes kept, peak beyond what was kept before, extra time
-        rows: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
-        for price in _prices(self._times, self._sizes, variant.droppable):
-            rows.append(self._at_price(problem, variant.droppable & (self._times <= price * self._sizes)))
-        self._kept: list[np.ndarray] = []
-        self._peak: list[np.ndarray] = []
-        self._seconds: list[np.ndarray] = []
-        for of_cut in zip(*rows, strict=True):  # what each price makes of one cut
-            kept, peaks, seconds = zip(*of_cut, strict=True)
-            self._kept.append(np.stack(kept))
-            self._peak.append(np.stack(peaks))
-            self._seconds.append(np.stack(seconds))
+        self._cuts = np.array([*cuts, len(units) - 1])  # a stretch ends with the unit of its cut
+        self._starts = np.concatenate([[-1], self._cuts[:-1]])  # and begins behind that of an earlier one
+        self._num_bytes = np.array([unit.num_bytes for unit in units], dtype=np.float64)
+        self._seconds = np.array([unit.seconds for unit in units])
+        # By price, which units it drops.
+        self._dropped: list[np.ndarray] = []
+        for price in _prices(self._seconds, self._num_bytes, variant.droppable):
+            self._dropped.append(variant.droppable & (self._seconds <= price * self._num_bytes))
+        beside = self._most_beside()
+        by_price = [self._stretches_at_price(dropped, beside) for dropped in self._dropped]
+        self._ending_at: list[_Stretches] = []  # by cut
+        for of_cut in zip(*by_price, strict=True):  # what each price makes of one cut
+            kept, peaks, seconds, leading_on = zip(*of_cut, strict=True)
+            self._ending_at.append(_Stretches(np.stack(kept), np.stack(peaks), np.stack(seconds), list(leading_on)))
 
-    def _at_price(self, problem: "Problem", drop: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        last = np.arange(self._count)
-        shallow = np.zeros(self._count, bool)
-        inner = np.zeros(self._count, bool)
-        for index in np.nonzero(drop)[0].tolist():
-            sources = problem.units[index].inputs
+    def _most_beside(self) -> np.ndarray:
+        """The most bytes that are there beside the units of a stretch, while backward is in it (cut x start)."""
+        beside = np.append(_bytes_beside(self._variant.problem), 0.0)  # there may be no unit at all
+        highest = [np.maximum.accumulate(beside[start + 1 :]) for start in self._starts.tolist()]
+        last_of_stretch = np.maximum(self._cuts[:, None] - self._starts - 1, 0)
+        pairs = zip(highest, last_of_stretch.T, strict=True)
+        return np.stack([most[last] for most, last in pairs], axis=1)
+
+    def _stretches_at_price(
+        self, dropped: np.ndarray, beside: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """For each cut, the row of one price in the arrays of :class:`_Stretches`."""
+        units = self._variant.problem.units
+        last_use = np.arange(len(units))
+        is_shallow = np.zeros(len(units), bool)  # computed from kept units alone
+        is_input = np.zeros(len(units), bool)  # of another dropped one
+        for index in np.nonzero(dropped)[0].tolist():
+            sources = units[index].inputs
             for source in sources:
-                last[source] = max(last[source], index)
-                inner[source] = True
-            shallow[index] = not any(drop[source] for source in sources)
-        uncached = drop & self._uncached
-        cost = np.where(uncached & inner, 2, 1) * self._times  # once on the way to others, once for itself
-        back = np.where(uncached, 0.0, self._sizes)
+                last_use[source] = max(last_use[source], index)
+                is_input[source] = True
+            is_shallow[index] = not any(dropped[source] for source in sources)
+        uncached = dropped & self._variant.uncached
+        seconds = np.where(uncached & is_input, 2, 1) * self._seconds  # once on the way to others, once for itself
+        bytes_back = np.where(uncached, 0.0, self._num_bytes)
         # Sums from the beginning: what lies between two units is a difference of two of them.
-        kept = _sums_of(~drop, self._sizes)
-        again = _sums_of(drop, back)
-        spent = _sums_of(drop, cost)
+        sum_kept = _sums_of(~dropped, self._num_bytes)
+        sum_back = _sums_of(dropped, bytes_back)
+        sum_seconds = _sums_of(dropped, seconds)
         # A unit that leads beyond the cut is kept after all, unless it can be made at once from
         # what is kept: otherwise all of its stretch would have to come back for what lies beyond.
-        deep = drop & ~shallow
-        members = []
-        row = []
+        may_lead_on = dropped & ~is_shallow
+        rows = []
         for number, cut in enumerate(self._cuts.tolist()):
             starts = self._starts[: number + 1]
-            crossing = np.nonzero(deep[: cut + 1] & (last[: cut + 1] > cut))[0]
-            members.append(crossing)
+            leading_on = np.nonzero(may_lead_on[: cut + 1] & (last_use[: cut + 1] > cut))[0]
             # Of those the ones in the stretch: a stretch begins at each of the earlier cuts.
-            first = np.searchsorted(crossing, starts, side="right")
-            tails = np.zeros((3, len(crossing) + 1))
-            for index, column in enumerate((self._sizes, back, cost)):
-                tails[index, :-1] = np.cumsum(column[crossing][::-1])[::-1]
-            held, held_back, saved = tails[:, first]
-            stays = kept[cut + 1] - kept[starts + 1] + held
-            peak = stays + again[cut + 1] - again[starts + 1] - held_back + self._over[number, : number + 1]
-            row.append((stays, peak, np.maximum(spent[cut + 1] - spent[starts + 1] - saved, 0.0)))
-        self._drops.append(drop)
-        self._members.append(members)
-        return row
+            first = np.searchsorted(leading_on, starts, side="right")
+            tails = np.zeros((3, len(leading_on) + 1))
+            for row, column in enumerate((self._num_bytes, bytes_back, seconds)):
+                tails[row, :-1] = np.cumsum(column[leading_on][::-1])[::-1]
+            lead_bytes, lead_back, lead_seconds = tails[:, first]
+            kept = sum_kept[cut + 1] - sum_kept[starts + 1] + lead_bytes
+            back = sum_back[cut + 1] - sum_back[starts + 1] - lead_back
+            peak = kept + back + beside[number, : number + 1]
+            spent = np.maximum(sum_seconds[cut + 1] - sum_seconds[starts + 1] - lead_seconds, 0.0)
+            rows.append((kept, peak, spent, leading_on))
+        return rows
 
     def solve(self, budget: float) -> Choice | None:
-        """The least extra time, as far as sums can tell; ``None`` if nothing fits."""
-        kept = np.zeros(1)
-        spent = np.zeros(1)  # of all points so far
-        owner = np.zeros(1, dtype=int)  # which start they stand at
-        origin: list[tuple[int, int, int]] = [(-1, 0, 0)]  # point before, price, cut
-        for number in range(len(self._cuts)):
-            fits = kept + self._peak[number][:, owner] <= budget
+        """The least extra time within a budget in bytes, as far as sums can tell; ``None`` if nothing fits."""
+        # A point is a row of stretches from the first unit to a cut. Of all points so far:
+        kept = np.zeros(1)  # bytes
+        spent = np.zeros(1)  # seconds
+        ends_at = np.zeros(1, dtype=int)  # number of the start behind them
+        origin = [_Origin(before=-1, price=0, cut=0)]
+        for number, stretches in enumerate(self._ending_at):
+            # Each point, with a stretch more from where it ends to this cut, at each price.
+            fits = kept + stretches.peak_bytes[:, ends_at] <= budget
             price, point = np.nonzero(fits)
-            then_kept = (kept + self._kept[number][:, owner])[fits]
-            then_spent = (spent + self._seconds[number][:, owner])[fits]
+            then_kept = (kept + stretches.kept_bytes[:, ends_at])[fits]
+            then_spent = (spent + stretches.extra_seconds[:, ends_at])[fits]
             front = _front(then_kept, then_spent)
             if number == len(self._cuts) - 1:
                 if not len(front):
                     return None
                 winner = front[np.argmin(then_spent[front])]
-                return self._choice((int(point[winner]), int(price[winner]), number), origin)
+                return self._choice(_Origin(int(point[winner]), int(price[winner]), number), origin)
             kept = np.concatenate([kept, then_kept[front]])
             spent = np.concatenate([spent, then_spent[front]])
-            owner = np.concatenate([owner, np.full(len(front), number + 1)])
-            origin += [(int(point[index]), int(price[index]), number) for index in front]
+            ends_at = np.concatenate([ends_at, np.full(len(front), number + 1)])
+            origin += [_Origin(int(point[index]), int(price[index]), number) for index in front]
         raise AssertionError("the last cut ends the loop")
 
-    def _choice(self, step: tuple[int, int, int], origin: list[tuple[int, int, int]]) -> Choice:
+    def _choice(self, step: "_Origin", origin: list["_Origin"]) -> Choice:
+        """What the stretches drop that lead to ``step``, from the last to the first."""
         dropped: set[int] = set()
-        while step[0] >= 0:
-            point, price, number = step
-            before = origin[point]
-            start = -1 if before[0] < 0 else int(self._cuts[before[2]])
-            stop = int(self._cuts[number])
-            inside = np.nonzero(self._drops[price][start + 1 : stop + 1])[0] + start + 1
-            members = self._members[price][number]
-            dropped |= set(inside.tolist()) - set(members[members > start].tolist())
+        while step.before >= 0:
+            before = origin[step.before]
+            start = -1 if before.before < 0 else int(self._cuts[before.cut])
+            stop = int(self._cuts[step.cut])
+            inside = np.nonzero(self._dropped[step.price][start + 1 : stop + 1])[0] + start + 1
+            leading_on = self._ending_at[step.cut].leading_on[step.price]
+            dropped |= set(inside.tolist()) - set(leading_on[leading_on > start].tolist())
             step = before
         chosen = frozenset(dropped)
-        return Choice(chosen, chosen & frozenset(np.nonzero(self._uncached)[0].tolist()))
+        return Choice(chosen, chosen & frozenset(np.nonzero(self._variant.uncached)[0].tolist()))
+
+
+class _Origin(NamedTuple):
+    """How a point came to be: the point before it, and the price and the cut (by number) of its last stretch."""
+
+    before: int
+    price: int
+    cut: int
 
 
 def _sums_of(mask: np.ndarray, column: np.ndarray) -> np.ndarray:
@@ -182,17 +222,19 @@ def _sums_of(mask: np.ndarray, column: np.ndarray) -> np.ndarray:
 
 
 def _front(kept: np.ndarray, spent: np.ndarray) -> np.ndarray:
-    """Indices of the points that no other beats, thinned out evenly."""
+    """Indices of the points that no other beats in bytes and in seconds, thinned out evenly."""
     if not len(kept):
         return np.zeros(0, dtype=int)
-    bins = (kept * (_BINS / max(float(kept.max()), 1.0))).astype(int)  # sorting all of them would take long
-    lowest = np.full(_BINS + 2, np.inf)
-    np.minimum.at(lowest, bins + 1, spent)
-    below = np.minimum.accumulate(lowest)
-    rest = np.nonzero((spent == lowest[bins + 1]) & (spent < below[bins]))[0]
-    order = rest[np.lexsort((spent[rest], kept[rest]))]
-    lowest = np.minimum.accumulate(spent[order])
-    front: np.ndarray = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
+    # Sorting all of them would take long: of the points in a bin of bytes only the quickest stays, and only if it is
+    # quicker than all with fewer bytes.
+    bins = (kept * (_BINS / max(float(kept.max()), 1.0))).astype(int)
+    quickest = np.full(_BINS + 2, np.inf)
+    np.minimum.at(quickest, bins + 1, spent)
+    quickest_below = np.minimum.accumulate(quickest)
+    unbeaten = np.nonzero((spent == quickest[bins + 1]) & (spent < quickest_below[bins]))[0]
+    order = unbeaten[np.lexsort((spent[unbeaten], kept[unbeaten]))]
+    least_so_far = np.minimum.accumulate(spent[order])
+    front: np.ndarray = order[np.concatenate([[True], least_so_far[1:] < least_so_far[:-1]])]
     if len(front) > _MOST_POINTS:
         front = front[np.unique(np.linspace(0, len(front) - 1, _MOST_POINTS).round().astype(int))]
     return front
@@ -204,32 +246,33 @@ def _thinned(cuts: Sequence[int], most: int) -> list[int]:
     return [cuts[round(index * (len(cuts) - 1) / (most - 1))] for index in range(most)]
 
 
-def _prices(times: np.ndarray, sizes: np.ndarray, droppable: np.ndarray) -> list[float]:
-    """Seconds per byte: a few between the cheapest and the costliest unit."""
-    rates = np.sort((times / np.maximum(sizes, 1))[droppable])
+def _prices(seconds: np.ndarray, num_bytes: np.ndarray, droppable: np.ndarray) -> list[float]:
+    """Seconds per byte: one at which nothing is dropped, and a few from the cheapest unit to the costliest."""
+    rates = np.sort((seconds / np.maximum(num_bytes, 1))[droppable])
     if not len(rates):
-        return [-1.0]
+        return [_DROPS_NOTHING]
     picks = np.unique(np.linspace(0, len(rates) - 1, _PRICES).round().astype(int))
-    return [-1.0, *(float(rates[select_output]) * (1 + 1e-9) for select_output in picks)]
+    # A little more than the rate: the product with the bytes is rounded.
+    return [_DROPS_NOTHING, *(float(rates[pick]) * (1 + 1e-9) for pick in picks)]
 
 
-def _overheads(problem: "Problem") -> np.ndarray:
+def _bytes_beside(problem: "Problem") -> np.ndarray:
     """Bytes beside the units, at the most, while backward is at each unit: gradients in flight and the like."""
     profile = problem.profile
     units = problem.units
-    events = len(profile.curve)
-    start = profile.forward_events
-    change = np.zeros(events + 1)
-    position = np.full(events, -1)
+    num_events = len(profile.curve)
+    change = np.zeros(num_events + 1)  # of the bytes of units, from one event to the next
+    unit_at = np.full(num_events, -1)  # which unit backward is at: the last one that is still there
     for index, unit in enumerate(units):
         span = profile.storages[profile.values[unit.values[0]].storage]
         if span.unused < span.freed:
-            change[min(span.unused + 1, events)] += unit.num_bytes
-            change[min(span.freed, events)] -= unit.num_bytes
-        position[start : span.freed] = np.maximum(position[start : span.freed], index)
-    beside = np.array(profile.curve) - np.cumsum(change)[:events]
+            change[min(span.unused + 1, num_events)] += unit.num_bytes
+            change[min(span.freed, num_events)] -= unit.num_bytes
+        in_backward = slice(profile.forward_events, span.freed)
+        unit_at[in_backward] = np.maximum(unit_at[in_backward], index)
+    beside = np.array(profile.curve) - np.cumsum(change)[:num_events]
     result = np.zeros(len(units))
-    for event in range(start, events):
-        if position[event] >= 0:
-            result[position[event]] = max(result[position[event]], beside[event])
+    for event in range(profile.forward_events, num_events):
+        if unit_at[event] >= 0:
+            result[unit_at[event]] = max(result[unit_at[event]], beside[event])
     return result
