@@ -68,7 +68,7 @@ def every_choice(problem: Problem) -> Iterator[Choice]:
 def budgets_and_least(problem: Problem, seed: int) -> list[tuple[int, float]]:
     """Some budgets, and the least seconds of all choices within each: infinite below the smallest peak.
 
-    Without those that are nested, which the programme leaves out.
+    Without those that are nested, which the program leaves out.
     """
     results = [problem.forecast(choice) for choice in every_choice(problem) if not problem.is_nested(choice)]
     peaks = sorted({result.peak for result in results if result.peak < problem.profile.peak})

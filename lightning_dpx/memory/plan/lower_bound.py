@@ -16,7 +16,7 @@ def lower_bound(profile: Profile, budget: int) -> float:
 
 def bound_of_plans(profile: Profile, budget: int, original: Problem, spent: float) -> float:
     """A proven lower bound, in seconds, on the extra time of any plan within the budget."""
-    # The integer programme knows neither values that are made from others that do not stay, nor replayed
+    # The integer program knows neither values that are made from others that do not stay, nor replayed
     # calls: where these are ahead of what it has proved, that is a proof about other plans only.
     proved = original.proved.get(budget, 0.0)
     # A bound holds for every plan only on the profile as it is: a way to offload has prices of its

@@ -1,19 +1,19 @@
 """The least extra time within a budget: several ways to a choice compete, and the exact forecast decides.
 
     quickest   the knapsack of the lower bound, as it is or after a few steps       solvers/bounds.py, repair.py
-               the integer programme, where HiGHS is installed                      solvers/milp_model.py
+               the integer program, where HiGHS is installed                      solvers/milp_model.py
                dynamic programming over stretches, in up to four variants           solvers/stretches.py
     lowest     steps down from several starts; for budgets that nothing else meets  solvers/repair.py
 
 The knapsack is often within the budget as it is, or after a few steps, and then hardly above the lower bound of the
-extra time. Of the variants of the dynamic programme, units that are computed from far away may be dropped or not, and
+extra time. Of the variants of the dynamic program, units that are computed from far away may be dropped or not, and
 cheap units may be forgotten after every use, so that a stretch comes back without them. It only estimates peaks: the
 exact forecast moves its target until the budget is met. Whatever still fits is then kept, the costliest bytes first.
 
 Every budget above the smallest peak can be met: where nothing else does, the choice with that peak is filled up.
 
 Related: rotor (Beaumont et al., 2019) for chains; Checkmate (Jain et al., 2020), which solves such a choice as an
-integer programme.
+integer program.
 """
 
 import re
@@ -24,7 +24,7 @@ from functools import lru_cache
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem, best, register_planner
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
-from lightning_dpx.memory.plan.solvers.milp_model import programmed
+from lightning_dpx.memory.plan.solvers.milp_model import milp_choices
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, LOWERING, REACHING, Descent, fill, hasten
 from lightning_dpx.memory.plan.solvers.stretches import StretchTable, Variant, variants
 from lightning_dpx.memory.profile.data import Profile
@@ -40,7 +40,7 @@ _CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
 
 @register_planner("optimal")
 class OptimalPlanner(Planner):
-    """Dynamic programming, a knapsack and, where HiGHS is installed, an integer programme, by the exact forecast."""
+    """Dynamic programming, a knapsack and, where HiGHS is installed, an integer program, by the exact forecast."""
 
     def choose(self, problem: Problem, budget: int | None) -> Choice:
         """The best choice within the budget; without one, the lowest peak, see :func:`_lowered`."""
@@ -119,7 +119,7 @@ def _rivals(relaxation: Relaxation, first: Choice, budget: int) -> Iterator[Choi
     """Choices near the budget, the quickest first."""
     problem = relaxation.problem
     yield first
-    if solver_installed() and (found := programmed(problem, budget)):
+    if solver_installed() and (found := milp_choices(problem, budget)):
         yield best(problem, found, budget)
     yield _within(problem, budget)
 
@@ -183,7 +183,7 @@ def _nominal(profile: Profile) -> Profile:
 
 
 def _aim(variant: Variant, budget: int) -> list[Choice]:
-    """Solutions for targets around the budget, which close in on it: the programme only estimates peaks."""
+    """Solutions for targets around the budget, which close in on it: the program only estimates peaks."""
     problem = variant.problem
     choices = []
     table = StretchTable(variant)

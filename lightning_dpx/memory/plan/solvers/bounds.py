@@ -10,7 +10,7 @@ Let d[u] = 1 if all values of unit u are dropped, else 0. In the forecast of any
     time     A dropped value for which there is a request is computed at least once. So is each value on the way to it
              that are not saved (z), because such values are never kept.
 
-Parts of units may only lower the time, so the linear programme min time(d, z), 0 <= d <= 1, is below every choice. Here
+Parts of units may only lower the time, so the linear program min time(d, z), 0 <= d <= 1, is below every choice. Here
 it is bounded from below once more, without a solver: at a single event, with the time of what is on the way to several
 units divided among them, it is a fractional knapsack (Dantzig, 1957). Every event gives a bound; the largest counts.
 :mod:`lightning_dpx.memory.plan.solvers.milp_model` solves it, in integers.
@@ -38,7 +38,7 @@ class Relaxation:
     Attributes:
         problem: What it was made of.
         units: The unit of each column, C of them.
-        column: The column of each of their values.
+        column_of: By value, the column of its unit.
         unsaved: The values that are not saved and that are always computed again when needed, numbered from 0.
         requests: Those for each value of a column or of ``unsaved``; absent if there is none.
         seconds: Time of the values in each column that are asked for (C).
@@ -50,9 +50,9 @@ class Relaxation:
         self.problem = problem
         values = problem.profile.values
         self.units: tuple[int, ...] = tuple(unit for unit in problem.droppable if problem.units[unit].num_bytes > 0)
-        self.column: dict[int, int] = {}
+        self.column_of: dict[int, int] = {}
         for at, unit in enumerate(self.units):
-            self.column.update(dict.fromkeys(problem.units[unit].values, at))
+            self.column_of.update(dict.fromkeys(problem.units[unit].values, at))
         unsaved = [index for index, v in enumerate(values) if v.storage < 0 and not v.name and v.inputs]
         self.unsaved: dict[int, int] = {value: number for number, value in enumerate(unsaved)}
         self.requests: dict[int, list[Request]] = defaultdict(list)
@@ -60,13 +60,13 @@ class Relaxation:
             self.requests[request.value].append(request)
         # A look at a value without requests must not add one.
         self.requests.default_factory = None
-        self.on_the_way: dict[int, tuple[int, ...]] = {value: self._on_the_way(value) for value in self.column}
+        self.on_the_way: dict[int, tuple[int, ...]] = {value: self._on_the_way(value) for value in self.column_of}
         self.seconds: np.ndarray = np.zeros(len(self.units))
-        for value, at in self.column.items():
+        for value, at in self.column_of.items():
             if value in self.requests:
                 self.seconds[at] += values[value].seconds
         self.curve: np.ndarray = np.array(problem.profile.curve, dtype=np.float64)
-        self._requested = [request.event for request in problem.profile.requests]
+        self._request_events = [request.event for request in problem.profile.requests]
         self._spans = self._find_spans()
 
     def _on_the_way(self, value: int) -> tuple[int, ...]:
@@ -109,8 +109,8 @@ class Relaxation:
 
     def _following(self, request: Request) -> Sequence[Request]:
         """The requests while autograd still uses what it got by ``request``."""
-        first = bisect_right(self._requested, request.event)
-        stop = bisect_left(self._requested, request.released)
+        first = bisect_right(self._request_events, request.event)
+        stop = bisect_left(self._request_events, request.released)
         return self.problem.profile.requests[first:stop]
 
     def _needs(self, value: int, source: int) -> bool:
@@ -163,7 +163,7 @@ class Relaxation:
         """The time of each column, with its share of what is not saved on the way (C)."""
         seconds = self.seconds.copy()
         ways = defaultdict[int, set[int]](set)
-        for value, at in self.column.items():
+        for value, at in self.column_of.items():
             if value in self.requests:
                 for passed in self.on_the_way[value]:
                     ways[passed].add(at)

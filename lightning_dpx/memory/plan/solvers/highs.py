@@ -90,7 +90,7 @@ def _nothing_printed() -> Iterator[None]:
 
 
 class Solver:
-    """A programme that can grow between runs.
+    """A program that can grow between runs.
 
     Work is counted instead of time, because an answer must not depend on how busy the machine is. Now and then in a run
     in integers HiGHS checks whether it shall stop, and the more terms there are, the longer it takes from one check to
@@ -126,7 +126,7 @@ class Solver:
         self._rows: list[tuple[Mapping[int, float], float]] = []
         self._known = [0, 0]  # columns and rows that were handed over
 
-    def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
+    def add_column(self, cost: float = 0.0, *, integer: bool = False) -> int:
         """The number of a new column."""
         self._costs.append(cost)
         if integer:
@@ -137,7 +137,7 @@ class Solver:
         """Makes a column dearer; before the first run that knows it."""
         self._costs[column] += cost
 
-    def row(self, terms: Mapping[int, float], most: float) -> int:
+    def add_row(self, terms: Mapping[int, float], most: float) -> int:
         """The number of a new row: the sum of columns times factors is at most ``most``."""
         self._rows.append((terms, most))
         self.terms += len(terms)

@@ -1,6 +1,6 @@
-"""The least extra time within a budget as a mixed-integer programme.
+"""The least extra time within a budget as a mixed-integer program.
 
-The programme is that of the note in :mod:`lightning_dpx.memory.plan.solvers.bounds`, and grows where it is too
+The program is that of the note in :mod:`lightning_dpx.memory.plan.solvers.bounds`, and grows where it is too
 optimistic: solve, play the solution through in the forecast, add what was missing where the budget was exceeded, solve
 again.
 
@@ -22,7 +22,7 @@ from it through what is dropped, with what is kept around that. No decision beyo
 
 holds for every choice d', with k the number of decisions of that part in which it differs, and M large enough. So few
 units are solved to the end. Where there are more, the missing bytes are also added as they are; from then on the
-programme only searches, and proves no more.
+program only searches, and proves no more.
 
 Related: Checkmate (Jain et al., 2020), with a variable for every pair of a value and a moment. Here they come only
 where the budget binds; sharing and forgetting are those of :mod:`lightning_dpx.memory.execute.values`.
@@ -60,10 +60,10 @@ class _Columns:
         problem: What can be dropped.
 
     Attributes:
-        solver: Of the programme.
-        scale: What seconds are multiplied by.
+        solver: Of the program.
+        cost_per_second: What seconds are multiplied by in the program.
         users: By value, what is computed from it.
-        dropped: The column of each unit; a share of it may be dropped in the linear programme.
+        dropped: The column of each unit; a share of it may be dropped in the linear program.
         unsaved: By value, the column that says that what is not saved is computed.
         uncached: By value, the column that says that it is forgotten after every use.
     """
@@ -71,21 +71,22 @@ class _Columns:
     def __init__(self, problem: "Problem") -> None:
         self.solver: Solver = Solver()
         self._problem = problem
-        self._model = problem.relaxation
+        self._relaxation = problem.relaxation
+        relaxation = problem.relaxation
         values = problem.profile.values
         # Seconds are brought near one: the solver's tolerances are absolute.
-        self.scale: float = 1 / (max((value.seconds for value in values), default=0.0) or 1.0)
+        self.cost_per_second: float = 1 / (max((value.seconds for value in values), default=0.0) or 1.0)
         self.users: dict[int, list[int]] = self._users_of_values()
-        self.dropped: list[int] = [
-            self.solver.column(seconds * self.scale, integer=True) for seconds in self._model.seconds
-        ]
-        self.unsaved: dict[int, int] = {
-            value: self.solver.column(values[value].seconds * self.scale) for value in self._model.unsaved
-        }
-        self.uncached: dict[int, int] = {value: self.solver.column(integer=True) for value in self._model.column}
+        self.dropped: list[int] = []
+        for seconds in relaxation.seconds:
+            self.dropped.append(self.solver.add_column(seconds * self.cost_per_second, integer=True))
+        self.unsaved: dict[int, int] = {}
+        for value in relaxation.unsaved:
+            self.unsaved[value] = self.solver.add_column(values[value].seconds * self.cost_per_second)
+        self.uncached: dict[int, int] = {value: self.solver.add_column(integer=True) for value in relaxation.column_of}
         for source, column in self.unsaved.items():
             for user in self.users.get(source, ()):
-                self.solver.row({self.computed(user): 1, column: -1}, 0)
+                self.solver.add_row({self.computed(user): 1, column: -1}, 0)
         for value, column in self.uncached.items():
             self._add_uses(value, column)
 
@@ -93,8 +94,8 @@ class _Columns:
         users: dict[int, list[int]] = defaultdict(list)
         for index, saved in enumerate(self._problem.profile.values):
             # What is dropped and never asked for is never computed, and uses nothing.
-            is_asked_for = index in self._model.column and index in self._model.requests
-            if index in self._model.unsaved or is_asked_for:
+            is_asked_for = index in self._relaxation.column_of and index in self._relaxation.requests
+            if index in self._relaxation.unsaved or is_asked_for:
                 for source in set(saved.inputs):
                     users[source].append(index)
         return dict(users)
@@ -103,35 +104,35 @@ class _Columns:
         """The column that says that ``value`` is computed."""
         if value in self.unsaved:
             return self.unsaved[value]
-        return self.dropped[self._model.column[value]]
+        return self.dropped[self._relaxation.column_of[value]]
 
     def _add_uses(self, value: int, uncached: int) -> None:
         """The price of forgetting ``value`` after every use."""
         values = self._problem.profile.values
-        way = self._model.on_the_way[value]
-        self.solver.row({uncached: 1, self.computed(value): -1}, 0)
-        if self._model.units[self._model.column[value]] not in self._problem.forgettable:
-            self.solver.row({uncached: 1}, 0)
+        way = self._relaxation.on_the_way[value]
+        self.solver.add_row({uncached: 1, self.computed(value): -1}, 0)
+        if self._relaxation.units[self._relaxation.column_of[value]] not in self._problem.forgettable:
+            self.solver.add_row({uncached: 1}, 0)
         sources: set[int] = set()
         for index in (value, *way):
             sources.update(values[index].inputs)
         for source in sources:
             if source in self.uncached and values[source].inputs:  # one never rests on another
-                self.solver.row({uncached: 1, self.uncached[source]: 1}, 1)
-        if value not in self._model.requests:
+                self.solver.add_row({uncached: 1, self.uncached[source]: 1}, 1)
+        if value not in self._relaxation.requests:
             return
-        price = self.scale * sum(map(self._problem.profile.seconds_again, (value, *way)))
-        self.solver.add_cost(uncached, price * (len(self._model.requests[value]) - 1))
+        price = self.cost_per_second * sum(map(self._problem.profile.seconds_again, (value, *way)))
+        self.solver.add_cost(uncached, price * (len(self._relaxation.requests[value]) - 1))
         for user in self.users.get(value, ()):
-            self.solver.row({uncached: 1, self.computed(user): 1, self.solver.column(price): -1}, 1)
+            self.solver.add_row({uncached: 1, self.computed(user): 1, self.solver.add_column(price): -1}, 1)
 
     def choice(self, values: np.ndarray) -> Choice:
         """What a solution has chosen; integers come back as numbers near 0 or 1."""
-        units = self._model.units
+        units = self._relaxation.units
         uncached = {value for value, column in self.uncached.items() if values[column] > 0.5}
         return Choice(
             frozenset(unit for unit, column in zip(units, self.dropped, strict=True) if values[column] > 0.5),
-            frozenset(units[self._model.column[value]] for value in uncached),
+            frozenset(units[self._relaxation.column_of[value]] for value in uncached),
         )
 
 
@@ -144,31 +145,31 @@ class _Returns:
     """
 
     def __init__(self, problem: "Problem", columns: _Columns) -> None:
-        self._model = problem.relaxation
+        self._relaxation = problem.relaxation
         self._columns = columns
-        self._end = len(problem.profile.values)
-        requested = columns.uncached.keys() & self._model.requests.keys()
-        self._first = sorted((self._model.requests[value][0].event, value) for value in requested)
-        self._requested_again = [value for value in requested if len(self._model.requests[value]) > 1]
+        self._num_values = len(problem.profile.values)
+        requested = columns.uncached.keys() & self._relaxation.requests.keys()
+        self._first_requests = sorted((self._relaxation.requests[value][0].event, value) for value in requested)
+        self._requested_again = [value for value in requested if len(self._relaxation.requests[value]) > 1]
 
     def between_requests(self, event: int) -> list[int]:
         """The values that autograd has asked for before ``event``, asks for again after it, and does not use at it."""
         found = []
         for value in self._requested_again:
-            requests = self._model.requests[value]
+            requests = self._relaxation.requests[value]
             is_between = requests[0].event <= event <= requests[-1].event
             if not is_between:
                 continue
             # While autograd uses it, it is there by the row's own account already.
-            if not any(start <= event < stop for start, stop in self._model.in_use(value)):
+            if not any(start <= event < stop for start, stop in self._relaxation.in_use(value)):
                 found.append(value)
         return found
 
     def back_by(self, event: int, dropped: frozenset[int]) -> frozenset[int]:
         """The values that ``event`` finds computed although they are asked for later, and the next to be asked for."""
-        later = bisect_right(self._first, (event, self._end))
-        following = [value for _, value in self._first[later:]]
-        computed = self._model.computed_by(event, dropped)
+        later = bisect_right(self._first_requests, (event, self._num_values))
+        following = [value for _, value in self._first_requests[later:]]
+        computed = self._relaxation.computed_by(event, dropped)
         return frozenset(following[:_MOST_VALUES]) | (computed & frozenset(following))
 
     def there(self, event: int, back: frozenset[int]) -> dict[int, int]:
@@ -186,19 +187,19 @@ class _Returns:
             if value in columns.unsaved and len(of_users) == 1:
                 computed[value] = next(iter(of_users))
                 continue
-            computed[value] = solver.column()
+            computed[value] = solver.add_column()
             for column in of_users:
                 if value in columns.unsaved:
-                    solver.row({column: 1, computed[value]: -1}, 0)
+                    solver.add_row({column: 1, computed[value]: -1}, 0)
                 else:
-                    solver.row({column: 1, columns.computed(value): 1, computed[value]: -1}, 1)
+                    solver.add_row({column: 1, columns.computed(value): 1, computed[value]: -1}, 1)
             if value in back:
-                there[value] = solver.column()
-                solver.row({computed[value]: 1, columns.uncached[value]: -1, there[value]: -1}, 0)
+                there[value] = solver.add_column()
+                solver.add_row({computed[value]: 1, columns.uncached[value]: -1, there[value]: -1}, 0)
         return there
 
     def _is_asked(self, user: int, event: int) -> bool:
-        return user in self._columns.uncached and self._model.requests[user][0].event <= event
+        return user in self._columns.uncached and self._relaxation.requests[user][0].event <= event
 
     def _unsaved_after(self, back: frozenset[int]) -> set[int]:
         """What is not saved and is computed from ``back`` before anything that is saved."""
@@ -231,16 +232,16 @@ class MilpModel:
         self._returns = _Returns(problem, self._columns)
         self._solver = self._columns.solver
         self._problem = problem
-        self._model = problem.relaxation
-        self._size = max(1, problem.profile.peak)
+        self._relaxation = problem.relaxation
+        self._peak_bytes = max(1, problem.profile.peak)
         self._budget = budget
         self._proves = True
-        self._work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._size / _LARGE))
-        if len(self._model.units) <= _FEW:
-            self._work = _MOST_WORK  # which few units never take
-        self.least: float = least_seconds(self._model, budget)
-        self._back: dict[int, frozenset[int]] = {}  # event -> what may have come back there, as far as it was added
-        self._rows: dict[int, tuple[int, dict[int, float]]] = {}  # event -> its last row, and the terms of it
+        self._most_work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._peak_bytes / _LARGE))
+        if len(self._relaxation.units) <= _FEW:
+            self._most_work = _MOST_WORK  # which few units never take
+        self.least: float = least_seconds(self._relaxation, budget)
+        self._back_at: dict[int, frozenset[int]] = {}  # event -> what may have come back there, as far as it was added
+        self._row_at: dict[int, tuple[int, dict[int, float]]] = {}  # event -> its last row, and the terms of it
 
     def solve(self) -> list[Choice]:
         """Choices; only the last may be within the budget. Raises ``least`` on the way."""
@@ -248,9 +249,9 @@ class MilpModel:
         if not self._relax():
             return found
         known = self._solver.terms
-        rounds = _ROUNDS if len(self._model.units) > _FEW else _ROUNDS_OF_FEW
+        rounds = _ROUNDS if len(self._relaxation.units) > _FEW else _ROUNDS_OF_FEW
         for _ in range(rounds):
-            if self._solver.work >= self._work or self._solver.terms - known > _MOST_LEARNED:
+            if self._solver.work >= self._most_work or self._solver.terms - known > _MOST_LEARNED:
                 break
             answer = self._run(integer=True)
             if not len(answer.values):
@@ -262,11 +263,11 @@ class MilpModel:
         return found
 
     def _relax(self) -> bool:
-        """Adds events until the linear programme has none above the budget; whether it has a solution."""
+        """Adds events until the linear program has none above the budget; whether it has a solution."""
         shares = np.zeros(len(self._columns.dropped))
         while True:
-            crossed = local_maxima(self._model.curve_of(shares), self._budget * (1 + _TOLERANCE), _MOST_EVENTS)
-            new = [event for event in crossed if event not in self._rows]
+            crossed = local_maxima(self._relaxation.curve_of(shares), self._budget * (1 + _TOLERANCE), _MOST_EVENTS)
+            new = [event for event in crossed if event not in self._row_at]
             if not new:
                 return True
             for event in new:
@@ -278,10 +279,10 @@ class MilpModel:
             shares = answer.values[self._columns.dropped]
 
     def _run(self, *, integer: bool) -> Answer:
-        answer = self._solver.run(integer=integer, work=self._work - self._solver.work)
+        answer = self._solver.run(integer=integer, work=self._most_work - self._solver.work)
         # Within the tolerance of the solver its bound may be above the true one.
         if self._proves:
-            self.least = max(self.least, answer.least / self._columns.scale * (1 - _TOLERANCE))
+            self.least = max(self.least, answer.least / self._columns.cost_per_second * (1 - _TOLERANCE))
         return answer
 
     def _learn(self, choice: Choice, activity: np.ndarray) -> None:
@@ -291,7 +292,7 @@ class MilpModel:
         crossed = local_maxima(curve, self._budget, _MOST_EVENTS)
         news = False
         for event in crossed:
-            known = self._back.get(event)
+            known = self._back_at.get(event)
             back = self._returns.back_by(event, dropped) | (known or frozenset())
             if back != known:
                 self._add_event(event, back)
@@ -302,24 +303,24 @@ class MilpModel:
             return
         for event in crossed:
             self._forbid(event, curve[event], choice, dropped)
-        if len(self._model.units) <= _FEW:
+        if len(self._relaxation.units) <= _FEW:
             return
         # The missing bytes as they are hold for this choice only: from here on the bound proves
         # nothing.
         self._proves = False
         for event in crossed:
-            row, terms = self._rows[event]
-            unexplained = (curve[event] - self._model.curve[event]) / self._size - float(activity[row])
-            self._solver.row(terms, self._room(event) - unexplained)
+            row, terms = self._row_at[event]
+            unexplained = (curve[event] - self._relaxation.curve[event]) / self._peak_bytes - float(activity[row])
+            self._solver.add_row(terms, self._room_share(event) - unexplained)
 
     def _forbid(self, event: int, there: float, choice: Choice, dropped: frozenset[int]) -> None:
         """Forbids the part of ``choice`` that explains what is ``there``; see the note."""
-        units = self._model.units
-        freed = self._model.freed(event) / self._size
+        units = self._relaxation.units
+        freed = self._relaxation.freed(event) / self._peak_bytes
         part = self._part_of(event, dropped)
         terms = dict[int, float]()
-        room = (self._budget - there) / self._size
-        most = (there - self._budget) / self._size
+        room = (self._budget - there) / self._peak_bytes
+        most = (there - self._budget) / self._peak_bytes
         for at, unit in enumerate(units):
             if at not in part:
                 is_dropped = unit in choice.dropped
@@ -334,56 +335,56 @@ class MilpModel:
             for column, is_so in decided:  # each that differs counts one
                 terms[column] = most if is_so else -most
                 room += most * is_so
-        self._solver.row(terms, room)
+        self._solver.add_row(terms, room)
 
     def _part_of(self, event: int, dropped: frozenset[int]) -> set[int]:
         """The columns of what is computed by ``event``, of what is dropped beside it, and of what is kept around."""
-        stack = list(self._model.computed_by(event, dropped))
+        stack = list(self._relaxation.computed_by(event, dropped))
         seen = set(stack)
         part = set[int]()
         while stack:
             value = stack.pop()
-            at = self._model.column.get(value)
+            at = self._relaxation.column_of.get(value)
             if at is not None:
                 part.add(at)
             if at is not None and value not in dropped:
                 continue
             beside = {*self._problem.profile.values[value].inputs, *self._columns.users.get(value, ())}
             if at is not None:
-                beside |= set(self._problem.units[self._model.units[at]].values)
+                beside |= set(self._problem.units[self._relaxation.units[at]].values)
             stack += beside - seen
             seen |= beside
         return part
 
-    def _room(self, event: int) -> float:
-        return float(self._budget - self._model.curve[event]) / self._size
+    def _room_share(self, event: int) -> float:
+        return float(self._budget - self._relaxation.curve[event]) / self._peak_bytes
 
     def _add_event(self, event: int, back: frozenset[int] | None = None) -> None:
         """What is there at ``event`` fits; with what may have been computed early for others, where that is given."""
-        freed = self._model.freed(event) / self._size
+        freed = self._relaxation.freed(event) / self._peak_bytes
         terms = {self._columns.dropped[at]: -float(freed[at]) for at in np.nonzero(freed)[0].tolist()}
         if back is not None:
-            self._back[event] = back
+            self._back_at[event] = back
             for value in self._returns.between_requests(event):
                 drop = self._columns.computed(value)
-                share = self._share(value)
+                share = self._share_of_peak(value)
                 terms[drop] = terms.get(drop, 0.0) + share
                 terms[self._columns.uncached[value]] = -share
             for value, column in self._returns.there(event, back).items():
-                terms[column] = self._share(value)
-        self._rows[event] = self._solver.row(terms, self._room(event)), terms
+                terms[column] = self._share_of_peak(value)
+        self._row_at[event] = self._solver.add_row(terms, self._room_share(event)), terms
 
-    def _share(self, value: int) -> float:
-        return self._problem.profile.values[value].num_bytes / self._size
+    def _share_of_peak(self, value: int) -> float:
+        return self._problem.profile.values[value].num_bytes / self._peak_bytes
 
 
-def programmed(problem: "Problem", budget: int) -> list[Choice]:
-    """Solutions of the programme, and ``problem.proved`` for this budget.
+def milp_choices(problem: "Problem", budget: int) -> list[Choice]:
+    """Solutions of the program, and ``problem.proved`` for this budget.
 
     Raises:
         UnsupportedError: HiGHS is not installed.
     """
-    programme = MilpModel(problem, budget)
-    found = programme.solve()
-    problem.proved[budget] = programme.least
+    program = MilpModel(problem, budget)
+    found = program.solve()
+    problem.proved[budget] = program.least
     return found

@@ -113,8 +113,8 @@ class Descent:
         """The units that are there because others were computed from them, the largest first."""
         relaxation = self._relaxation
         there = relaxation.computed_by(event, self._problem.values_of(choice.dropped))
-        there &= relaxation.requests.keys() & relaxation.column.keys()
-        columns = {relaxation.column[value] for value in there if relaxation.requests[value][-1].event > event}
+        there &= relaxation.requests.keys() & relaxation.column_of.keys()
+        columns = {relaxation.column_of[value] for value in there if relaxation.requests[value][-1].event > event}
         order = sorted((at for at in columns if freed[at] > 0), key=lambda at: (-freed[at], at))
         return [relaxation.units[at] for at in order]
 

@@ -3,7 +3,7 @@
     units      0  1  2  3 | 4  5  6  7 | 8  9 10 11 | ...           cut: what later units are computed from is kept
     stretch    keep or drop each unit by its price; what is dropped comes back together when backward gets here
 
-Within a stretch a unit is dropped if computing it costs at most ``price`` seconds per byte. The programme chooses the
+Within a stretch a unit is dropped if computing it costs at most ``price`` seconds per byte. The program chooses the
 cuts, and a price for every stretch. A partial solution is a pair (bytes kept so far, extra time), and only those that
 no other beats in both survive; a stretch is possible if what is kept before and in it, what comes back, and the
 gradients in flight fit together. That reaches past a fixed segment length: early stretches may be longer, because by

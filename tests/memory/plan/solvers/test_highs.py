@@ -17,9 +17,9 @@ def without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_programme_grows_between_runs_and_becomes_integer() -> None:
     pytest.importorskip("highspy")
     solver = Solver()
-    cheap, dear = solver.column(1.0, integer=True), solver.column(integer=True)
+    cheap, dear = solver.add_column(1.0, integer=True), solver.add_column(integer=True)
     solver.add_cost(dear, 2.0)
-    row = solver.row({cheap: -2, dear: -2}, -3)
+    row = solver.add_row({cheap: -2, dear: -2}, -3)
     answer = solver.run(integer=False)
     assert answer.least == pytest.approx(2.0)
     assert answer.values.tolist() == pytest.approx([1.0, 0.5])
@@ -27,10 +27,10 @@ def test_a_programme_grows_between_runs_and_becomes_integer() -> None:
     answer = solver.run(integer=True)
     assert answer.values.tolist() == pytest.approx([1.0, 1.0])
     assert 2.99 <= answer.least <= 3.0
-    third = solver.column(0.5)
-    solver.row({dear: 1, third: -1}, 0)
+    third = solver.add_column(0.5)
+    solver.add_row({dear: 1, third: -1}, 0)
     assert solver.run(integer=True).least == pytest.approx(3.5, rel=0.01)
-    solver.row({cheap: 1, dear: 1}, 1)
+    solver.add_row({cheap: 1, dear: 1}, 1)
     answer = solver.run(integer=True)
     assert answer.least == float("inf")
     assert not len(answer.values)
@@ -41,9 +41,9 @@ def test_a_run_in_integers_does_no_more_work_than_it_may() -> None:
     found = []
     for most in (8e4, 3e4, 3e4):
         solver, generator = Solver(), random.Random(0)
-        columns = [solver.column(1 + generator.random(), integer=True) for _ in range(100)]
+        columns = [solver.add_column(1 + generator.random(), integer=True) for _ in range(100)]
         for _ in range(150):  # each wants one of its columns
-            solver.row(dict.fromkeys(generator.sample(columns, 6), -1.0), -1.0)
+            solver.add_row(dict.fromkeys(generator.sample(columns, 6), -1.0), -1.0)
         answer = solver.run(integer=True, work=most)
         found.append((solver.work, answer.least, answer.values.tolist()))
     assert found[0][0] > 5e4
@@ -55,7 +55,7 @@ def test_nothing_is_printed_and_what_others_print_is(capfd: pytest.CaptureFixtur
     pytest.importorskip("highspy")
     sys.stdout.write("before\n")
     solver = Solver()
-    solver.column(1.0, integer=True)
+    solver.add_column(1.0, integer=True)
     sys.stdout.write("after\n")
     assert capfd.readouterr().out == "before\nafter\n"
 

@@ -1,4 +1,4 @@
-"""The integer programme: its bound is below every choice, and its solution near it."""
+"""The integer program: its bound is below every choice, and its solution near it."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,7 @@ import lightning_dpx as dpx
 from lightning_dpx.memory import PLANNERS, plan_profile
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_seconds
-from lightning_dpx.memory.plan.solvers.milp_model import MilpModel, programmed
+from lightning_dpx.memory.plan.solvers.milp_model import MilpModel, milp_choices
 from tests.memory.chains import KINDS, chain_profile
 from tests.memory.models import GPT
 from tests.memory.plan.solvers.test_highs import without_highs
@@ -29,13 +29,13 @@ def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
         if len(problem.droppable) > MOST_UNITS:
             continue
         for budget, least in budgets_and_least(problem, seed):
-            programme = MilpModel(problem, budget)
-            results = [problem.forecast(choice) for choice in programme.solve()]
-            assert programme.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
-            assert programme.least >= least_seconds(Relaxation(problem), budget)
+            program = MilpModel(problem, budget)
+            results = [problem.forecast(choice) for choice in program.solve()]
+            assert program.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
+            assert program.least >= least_seconds(Relaxation(problem), budget)
             if least < float("inf"):
                 possible += 1
-                tight += programme.least >= 0.99 * least
+                tight += program.least >= 0.99 * least
                 found += any(r.peak <= budget and r.seconds <= least * 1.01 + 1e-9 for r in results)
     assert tight >= 0.6 * possible > 0
     assert found >= 0.6 * possible
@@ -53,12 +53,12 @@ def test_with_what_passes_while_values_are_made_the_solution_is_that_of_all_choi
         if len(problem.droppable) > MOST_UNITS:
             continue
         for budget, least in budgets_and_least(problem, seed):
-            programme = MilpModel(problem, budget)
-            within = [r.seconds for r in map(problem.forecast, programme.solve()) if r.peak <= budget]
-            assert programme.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
+            program = MilpModel(problem, budget)
+            within = [r.seconds for r in map(problem.forecast, program.solve()) if r.peak <= budget]
+            assert program.least <= least * (1 + 1e-5), f"seed {seed}, budget {budget}"
             if least == float("inf"):
                 impossible += 1
-                assert programme.least == least, "it is proved that nothing fits"
+                assert program.least == least, "it is proved that nothing fits"
             else:
                 possible += 1
                 assert min(within) <= 1.003 * least + 1e-9, f"seed {seed}, budget {budget}"
@@ -86,7 +86,7 @@ def test_a_stretch_that_comes_back_at_once_is_counted() -> None:
     pytest.importorskip("highspy")
     problem = Problem(chain_profile("equal", 40))
     budget = round(0.3 * problem.profile.peak)
-    first, *_, last = programmed(problem, budget)
+    first, *_, last = milp_choices(problem, budget)
     assert problem.forecast(first).peak > budget
     assert problem.forecast(last).peak <= budget
     assert problem.forecast(last).seconds == pytest.approx(problem.proved[budget], rel=0.01)

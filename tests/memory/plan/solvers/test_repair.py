@@ -11,7 +11,7 @@ from lightning_dpx.memory.plan.forecast import timeline
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, knapsack
 from lightning_dpx.memory.plan.solvers.highs import solver_installed
-from lightning_dpx.memory.plan.solvers.milp_model import programmed
+from lightning_dpx.memory.plan.solvers.milp_model import milp_choices
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, REACHING, Descent, fill, hasten
 from tests.memory.chains import chain_profile
 from tests.memory.models import ORDINARY
@@ -105,6 +105,6 @@ def test_what_is_offloaded_is_not_forgotten_after_every_use(monkeypatch: pytest.
     choices = Descent(Relaxation(problem), REACHING).steps(every, np.array(curve), 0)
     if solver_installed():
         budgets = [round(share * problem.profile.peak) for share in (0.5, 0.3, 0.2)]
-        choices += [choice for budget in budgets for choice in programmed(problem, budget)]
+        choices += [choice for budget in budgets for choice in milp_choices(problem, budget)]
     assert any(choice.uncached for choice in choices)
     assert not any(choice.uncached & fixed for choice in choices)
