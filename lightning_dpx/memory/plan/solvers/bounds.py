@@ -1,7 +1,16 @@
 """What every choice within a budget must hold and must pay: a lower bound of its extra time.
 
 [Note: inequalities that hold for every choice]
-Let d[u] = 1 if all values of unit u are dropped, else 0. In the forecast of any choice, and so in any step:
+Let d[u] = 1 if all values of unit u are dropped, else 0. What that changes of the bytes that are there:
+
+    event      0    1    2    3    4    5    6    7    8    9
+               forward             | backward
+    kept            ############################                  until autograd has used it for the last time
+    dropped         ####                ########                  while forward uses it, and from request to release
+    change               -    -    -    -+   -+   -               d[u] times its bytes; the sum over all units is the
+                                                                  difference to the curve of the step that keeps all
+
+In the forecast of any choice, and so in any step:
 
     memory   At every event t, the curve, less what is dropped and would only have been kept, plus what is dropped and
              has been asked for, is at most the budget. A dropped value that autograd asks for at event a is there at a,
@@ -44,6 +53,8 @@ class Relaxation:
         seconds: Time of the values in each column that are asked for (C).
         on_the_way: For each value of a column, the unsaved values that every computation of it computes, too.
         curve: Bytes at every event if all is kept (E events).
+
+    Its methods speak of a column by its number, and of an event by its index in ``curve``.
     """
 
     def __init__(self, problem: "Problem") -> None:

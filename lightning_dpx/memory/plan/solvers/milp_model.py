@@ -4,6 +4,16 @@ The program is that of the note in :mod:`lightning_dpx.memory.plan.solvers.bound
 optimistic: solve, play the solution through in the forecast, add what was missing where the budget was exceeded, solve
 again.
 
+    column   for each             from 0 to 1    costs                says
+    d[u]     unit                 an integer     its seconds          it is dropped
+    c[z]     value not saved      any number     its seconds          it is computed, as something made from it is
+    f[v]     value of a unit      an integer     -                    it is uncached: forgotten after every use
+    y        use of such a value  any number     its seconds again    it is computed once more, for this use
+    p[v]     event t and value    any number     -                    it is there at t, as others needed it earlier
+
+    row      memory at an event t, for those at which the curve of some solution was above the budget:
+             sum of bytes[v] p[v] - sum of freed[u](t) d[u]  <=  budget - curve(t), all as shares of the step's peak
+
 [Note: what comes back together]
 What is added at an event t holds for every choice, too, so the bound of the solver stays a bound of every choice:
 
@@ -41,16 +51,16 @@ from lightning_dpx.memory.plan.solvers.highs import Answer, Solver
 if TYPE_CHECKING:
     from lightning_dpx.memory.plan.problem import Problem
 
-_MOST_EVENTS = 24
-_MOST_VALUES = 60  # that are added at once, and at each event
-_ROUNDS = 12
-_MOST_LEARNED = 8000  # of the solver; terms, with more it takes far longer
-_LEAST_WORK = 6e5
-_MOST_WORK = 2e6  # of the solver, about one second and about three
+_MOST_EVENTS = 24  # that get a row at once
+_MOST_VALUES = 60  # that may have come back, at each event
+_FEW = 12  # units, which are solved to the end
+_ROUNDS_OF_FEW = 300
+_ROUNDS = 12  # where there are more
+_MOST_LEARNED = 8000  # terms of added rows, beyond which the solver takes far longer
+_LEAST_WORK = 6e5  # of the solver: about one second
+_MOST_WORK = 2e6  # about three
 _LARGE = 2**24  # bytes: a step with such a peak takes long enough to be planned for three seconds
 _TOLERANCE = 1e-6  # of the solver
-_FEW = 12
-_ROUNDS_OF_FEW = 300  # units that are solved to the end
 
 
 class _Columns:
@@ -235,7 +245,7 @@ class MilpModel:
         self._relaxation = problem.relaxation
         self._peak_bytes = max(1, problem.profile.peak)
         self._budget = budget
-        self._proves = True
+        self._proves = True  # whether all rows hold for every choice, so that the solver's bound is one of every choice
         self._most_work = min(_MOST_WORK, max(_LEAST_WORK, _MOST_WORK * self._peak_bytes / _LARGE))
         if len(self._relaxation.units) <= _FEW:
             self._most_work = _MOST_WORK  # which few units never take
@@ -248,10 +258,10 @@ class MilpModel:
         found: list[Choice] = []
         if not self._relax():
             return found
-        known = self._solver.terms
+        first_terms = self._solver.terms
         rounds = _ROUNDS if len(self._relaxation.units) > _FEW else _ROUNDS_OF_FEW
         for _ in range(rounds):
-            if self._solver.work >= self._most_work or self._solver.terms - known > _MOST_LEARNED:
+            if self._solver.work >= self._most_work or self._solver.terms - first_terms > _MOST_LEARNED:
                 break
             answer = self._run(integer=True)
             if not len(answer.values):
@@ -313,28 +323,30 @@ class MilpModel:
             unexplained = (curve[event] - self._relaxation.curve[event]) / self._peak_bytes - float(activity[row])
             self._solver.add_row(terms, self._room_share(event) - unexplained)
 
-    def _forbid(self, event: int, there: float, choice: Choice, dropped: frozenset[int]) -> None:
-        """Forbids the part of ``choice`` that explains what is ``there``; see the note."""
+    def _forbid(self, event: int, bytes_there: float, choice: Choice, dropped: frozenset[int]) -> None:
+        """Forbids the part of ``choice`` that explains the bytes at ``event``; the row is ``part`` of the note."""
         units = self._relaxation.units
         freed = self._relaxation.freed(event) / self._peak_bytes
         part = self._part_of(event, dropped)
         terms = dict[int, float]()
-        room = (self._budget - there) / self._peak_bytes
-        most = (there - self._budget) / self._peak_bytes
+        room = (self._budget - bytes_there) / self._peak_bytes
+        # M of the note: by this much the row is relaxed for each decision of the part that differs. It is the excess,
+        # and all that the units beside the part can add to it.
+        relaxing = (bytes_there - self._budget) / self._peak_bytes
         for at, unit in enumerate(units):
             if at not in part:
                 is_dropped = unit in choice.dropped
                 terms[self._columns.dropped[at]] = -float(freed[at])
                 room -= float(freed[at]) * is_dropped
-                change = freed[at] if is_dropped else -freed[at]
-                most += max(0.0, float(change))
+                added_by_change = freed[at] if is_dropped else -freed[at]
+                relaxing += max(0.0, float(added_by_change))
         for at in part:
             decided = [(self._columns.dropped[at], units[at] in choice.dropped)]
             values = self._problem.units[units[at]].values
             decided += [(self._columns.uncached[value], units[at] in choice.uncached) for value in values]
             for column, is_so in decided:  # each that differs counts one
-                terms[column] = most if is_so else -most
-                room += most * is_so
+                terms[column] = relaxing if is_so else -relaxing
+                room += relaxing * is_so
         self._solver.add_row(terms, room)
 
     def _part_of(self, event: int, dropped: frozenset[int]) -> set[int]:
@@ -357,6 +369,7 @@ class MilpModel:
         return part
 
     def _room_share(self, event: int) -> float:
+        """What the budget leaves at ``event`` if all is kept, as a share of the peak; negative where it is exceeded."""
         return float(self._budget - self._relaxation.curve[event]) / self._peak_bytes
 
     def _add_event(self, event: int, back: frozenset[int] | None = None) -> None:
