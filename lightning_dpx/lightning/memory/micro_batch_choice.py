@@ -134,7 +134,7 @@ class MicroBatchChooser:
     def _has_chosen_for_less(self, slices: list[BatchSlice]) -> bool:
         """Whether what was chosen, and was not taken back, was for smaller slices than one of these."""
         # Nothing chosen includes a choice that a rehearsal took back: that is not made again.
-        return bool(self._choices) and not self._planning.knows(slices)
+        return bool(self._choices) and not self._planning.covered.has_slices(slices)
 
     def slices_in_one_piece(self, batch: Any) -> list[BatchSlice]:
         """One slice of a batch for each device, none of them cut further."""

@@ -11,7 +11,7 @@ import torch
 from lightning_dpx.errors import BudgetError, ConfigurationError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
 from lightning_dpx.lightning.lightning_compat import trainer_of
-from lightning_dpx.lightning.memory.batch_shapes import KnownShapes
+from lightning_dpx.lightning.memory.covered_steps import CoveredSteps
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
@@ -30,7 +30,6 @@ from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
-from lightning_dpx.lightning.memory.unplanned_steps import UnplannedSteps
 from lightning_dpx.memory import (
     MemoryPlan,
     Planner,
@@ -63,6 +62,7 @@ class MemoryPlanning:
         room_checks: When to look whether devices still have the room that plans count on.
         peaks: What steps take, beside what was predicted.
         joint_calls: Steps that call more of the module together than any that was profiled.
+        covered: The steps that the plans were made for.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
@@ -85,10 +85,9 @@ class MemoryPlanning:
         self.devices: DevicePlans = DevicePlans()
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self.micro_batches: MicroBatchFigures = MicroBatchFigures()
-        self._shapes = KnownShapes()
+        self.covered: CoveredSteps = CoveredSteps()
         self.room_checks: RoomCheckSchedule = RoomCheckSchedule()
         self.peaks: PeakCheck = PeakCheck(self.devices.forecast, self.rooms.option)
-        self._unplanned_steps = UnplannedSteps()
         self.joint_calls: JointCallsOfDevices = JointCallsOfDevices()
 
     @property
@@ -117,42 +116,27 @@ class MemoryPlanning:
             return False
         if not self.rooms.trained.note(replicas.root.parameters, replicas.root.module):
             return False
-        self._shapes = KnownShapes()
+        self.covered.forget_slices()
         return True
 
     def expect_other_steps(self) -> None:
         """What was profiled and planned for is no step of this run any more."""
-        self._shapes = KnownShapes()
-        self._unplanned_steps = UnplannedSteps()
+        self.covered.forget()
         self.joint_calls.forget_steps()
         self.devices.forget_decisions()
 
-    def keep_plan_for(self, slices: Sequence[BatchSlice]) -> None:
-        """No other plan is looked for: slices that are no larger than these follow the one that there is."""
-        for batch_slice in slices:
-            self._shapes.add(batch_slice.batch)
-
-    def note_last_step(self, replicas: ReplicaSet) -> None:
-        """Notes what the last step has saved that no profile shows: only steps that have run can tell."""
-        if self.rooms.budgets.given is None:
-            return
-        # Of every replica: their slices may go other ways through the module.
-        for replica in replicas.replicas:
-            if (applied := applied_plan(replica.module)) is not None:
-                self._unplanned_steps.look_back(applied)
-
-    def needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
+    def needs_plan(self, replicas: ReplicaSet, slices: Sequence[BatchSlice]) -> bool:
         """Whether these slices need a plan of their own: the first ones, or larger than any known one in some dim.
 
         Or an earlier step was not one of those that were planned for, and so may this one be.
         """
-        if self.rooms.budgets.given is None or self.without_loss.skips_profile:
+        if self.rooms.budgets.given is None:
             return False
-        return not self.knows(slices) or self._unplanned_steps.expected
-
-    def knows(self, slices: Sequence[BatchSlice]) -> bool:
-        """Whether plans were made for slices that are at least as large in every dim."""
-        return all(self._shapes.hold(batch_slice.batch) for batch_slice in slices)
+        # Also where no profile is made now: what the step has saved is forgotten by the next one.
+        self.covered.note_last_step(replicas)
+        if self.without_loss.skips_profile:
+            return False
+        return not self.covered.has_slices(slices) or self.covered.expects_others
 
     def decide(
         self,
@@ -245,7 +229,7 @@ class MemoryPlanning:
         held = static(slices)
         # The cache looks a step up by the shapes of its batch, and by those
         # this step is a known one.
-        anew = self._unplanned_steps.expected
+        anew = self.covered.expects_others
         if anew and self.cache.is_used:
             self._leave_cache()
         seen = profiled_steps(
@@ -263,10 +247,10 @@ class MemoryPlanning:
         self.micro_batches.profiles = {}
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
-        if not self.knows(slices) or self._steps_differ(seen):
+        if not self.covered.has_slices(slices) or self._steps_differ(seen):
             self.plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
+            self.covered.add_slices(slices)
             for batch_slice in slices:
-                self._shapes.add(batch_slice.batch)
                 self.joint_calls.note_size(batch_slice)
             self.room_checks.restart(before_batches=bool(source))
 
@@ -276,7 +260,7 @@ class MemoryPlanning:
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
-        found = self._unplanned_steps.found_in(seen.values())
+        found = self.covered.found_in(seen.values())
         if found:
             # The next run starts with a batch whose kind it cannot know, so a profile
             # of this one may mislead it.
@@ -340,7 +324,7 @@ class MemoryPlanning:
                 self.peaks.passing[device] = apart + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.
-        self._unplanned_steps.plan_for(self.devices.steps())
+        self.covered.plan_for(self.devices.steps())
         self.joint_calls.plan_for(decided)
         for one in decided.values():
             for index, device in enumerate(one.devices):
@@ -405,12 +389,11 @@ class MemoryPlanning:
 
     def forget(self) -> None:
         """Forgets what was found and planned, so that the next run plans anew."""
-        self._shapes = KnownShapes()
+        self.covered.forget()
         self.rooms.forget()
         self.without_loss = StepsWithoutLoss()
         self.peaks.end_plan()
         self.room_checks = RoomCheckSchedule()
-        self._unplanned_steps = UnplannedSteps()
         self.joint_calls.forget()
         self.cache.start()
         self.micro_batches.cut_costs = {}

@@ -72,7 +72,7 @@ class StepPlanner:
                 if not accumulates_otherwise:
                     raise
                 # A run that has trained is not ended by that.
-                self._planning.keep_plan_for(step.slices)
+                self._planning.covered.add_slices(step.slices)
                 rank_zero_warn(
                     "dpx: accumulate_grad_batches has changed since memory was planned, so steps may exceed "
                     f"{self._planning.rooms.option()}: {error}"
@@ -82,9 +82,7 @@ class StepPlanner:
 
     def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
-        # Noted by all, also by those that need no plan.
-        self._planning.note_last_step(self._session.replicas)
-        mine = self._planning.needs_plan(slices)
+        mine = self._planning.needs_plan(self._session.replicas, slices)
         # Then only a process that ran out of memory plans, which the others know
         # nothing of and cannot answer.
         if not self._planning.rooms.is_given:
