@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import MEETS_OTHERS
-from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.planning import MemoryPlanning, StepToPlan
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
@@ -58,7 +58,9 @@ class PlanTightening:
         with alone, iterators_peeked(session.replicas.root.module) as peeked:
             run = ShadowRun(session, step, peeked)
             try:
-                self._planning.tighten(session.replicas, step.slices, run, self._static.of)
+                self._planning.tighten(
+                    StepToPlan(replicas=session.replicas, slices=step.slices, run=run, static_of=self._static.of)
+                )
             except BudgetError:
                 recut = self._cut_further(step)
                 if recut is None:

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,27 @@ from lightning_dpx.memory import (
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 
-StaticOf = Callable[[Sequence[BatchSlice]], StaticMemory]  # what a step of these slices needs beside activations
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepToPlan:
+    """A training step that is about to run, as far as its memory is planned.
+
+    Attributes:
+        replicas: All of them.
+        slices: Of its batch; nothing new is planned if each is within a known one.
+        run: ``run(module, rows, num_rows)``: the step of a replica's shadow module.
+        static_of: What a step of some slices needs beside activations.
+    """
+
+    replicas: ReplicaSet
+    slices: Sequence[BatchSlice]
+    run: Step
+    static_of: Callable[[Sequence[BatchSlice]], StaticMemory]
+
+    @property
+    def is_of_one_process(self) -> bool:
+        """Whether it may be tried without other processes, in whose collectives it would wait."""
+        return getattr(trainer_of(self.replicas.root.module).strategy, "num_processes", 1) == 1
 
 
 class MemoryPlanning:
@@ -138,67 +159,49 @@ class MemoryPlanning:
             return False
         return not self.covered.has_slices(slices) or self.covered.expects_others
 
-    def decide(
-        self,
-        replicas: ReplicaSet,
-        slices: Sequence[BatchSlice],
-        run: Step,
-        static: StaticOf,
-        *,
-        source: str = "",
-    ) -> None:
-        """Plans for the devices of ``slices`` and puts the plans on their replicas.
+    def decide(self, step: StepToPlan, *, source: str = "") -> None:
+        """Plans for the devices of a step's slices and puts the plans on their replicas.
 
         Batches of several shapes share one plan, that of the worst. A plan for each would recompute less where a batch
         is small, but would be exchanged, hooks and all, at every change of shape.
 
         Args:
-            replicas: The replicas.
-            slices: Of a batch; nothing new is planned if each is within a known one.
-            run: ``run(module, rows, num_rows)``: the training step of a replica's shadow module.
-            static: What a step needs beside activations.
-            source: Where they come from, if they are not trained on.
+            step: The next one.
+            source: Where its slices come from, if they are not trained on.
 
         Raises:
             PlanError: a budget cannot be met; the plans of before hold.
         """
-        trainer = trainer_of(replicas.root.module)
-        with self.exchanged(replicas):
+        trainer = trainer_of(step.replicas.root.module)
+        with self.exchanged(step.replicas):
             try:
                 # The progress bar is the Trainer's to allow: planning a large step
                 # takes long enough to need one.
                 with shown("planning memory", enabled=shows_progress(trainer)):
-                    self._decide(replicas, slices, run, static, source)
+                    self._decide(step, source)
                 self.without_loss.note_loss()
             # Lightning lets a training step return None to skip a batch, so this is no error. What is not
             # known yet stays open; this step has no backward to plan for.
             except NoLossError as error:
-                if self.without_loss.note_none(error) and not self._plans_forward(replicas, slices, run, static, error):
+                if self.without_loss.note_none(error) and not self._plans_forward(step, error):
                     self.without_loss.warn(error)
 
-    def _plans_forward(
-        self,
-        replicas: ReplicaSet,
-        slices: Sequence[BatchSlice],
-        run: Step,
-        static: StaticOf,
-        error: NoLossError,
-    ) -> bool:
+    def _plans_forward(self, step: StepToPlan, error: NoLossError) -> bool:
         """Whether steps that run no backward could be planned by their forward, in which nothing can be dropped.
 
         Their batches stay unknown, so that steps are still looked at now and then: they may run one later on.
         """
         # Without a loss nothing tells of a backward. Other processes may have seen other steps, and be past this.
-        if not isinstance(error, NoBackwardError) or not self._is_one_process(replicas):
+        if not isinstance(error, NoBackwardError) or not step.is_of_one_process:
             return False
         # A backward that comes after the step is in no plan.
-        if leaves_graph(replicas, slices[0], run):
+        if leaves_graph(step.replicas, step.slices[0], step.run):
             return False
-        held = static(slices)
+        held = step.static_of(step.slices)
         seen = profiled_steps(
-            replicas,
-            slices,
-            run,
+            step.replicas,
+            step.slices,
+            step.run,
             self.cache,
             known_profiles={},
             accumulates=held.accumulates,
@@ -208,34 +211,28 @@ class MemoryPlanning:
             by_forward=True,
         )
         try:
-            self.plan(replicas, slices, held, seen, self.without_loss.remark)
+            self.plan(step.replicas, step.slices, held, seen, self.without_loss.remark)
         except BudgetError:
             return False
         return True
 
-    def _decide(
-        self,
-        replicas: ReplicaSet,
-        slices: Sequence[BatchSlice],
-        run: Step,
-        static: StaticOf,
-        source: str,
-    ) -> None:
-        """Profiles a step on ``slices``, and plans unless the profile shows nothing new."""
-        if self.without_loss.was_last and self._is_one_process(replicas):
-            look_for_loss(replicas, slices[0], run)
+    def _decide(self, step: StepToPlan, source: str) -> None:
+        """Profiles a step, and plans unless the profile shows nothing new."""
+        slices = step.slices
+        if self.without_loss.was_last and step.is_of_one_process:
+            look_for_loss(step.replicas, slices[0], step.run)
         # A step is profiled in the calling thread, and runs in others.
-        replicas.take_workspaces()
-        held = static(slices)
+        step.replicas.take_workspaces()
+        held = step.static_of(slices)
         # The cache looks a step up by the shapes of its batch, and by those
         # this step is a known one.
         anew = self.covered.expects_others
         if anew and self.cache.is_used:
             self._leave_cache()
         seen = profiled_steps(
-            replicas,
+            step.replicas,
             slices,
-            run,
+            step.run,
             self.cache,
             known_profiles=self.micro_batches.profiles,
             accumulates=held.accumulates,
@@ -248,15 +245,11 @@ class MemoryPlanning:
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
         if not self.covered.has_slices(slices) or self._steps_differ(seen):
-            self.plan(replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
+            self.plan(step.replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
             self.covered.add_slices(slices)
             for batch_slice in slices:
                 self.joint_calls.note_size(batch_slice)
             self.room_checks.restart(before_batches=bool(source))
-
-    def _is_one_process(self, replicas: ReplicaSet) -> bool:
-        """Whether steps may be tried that no other process knows of, whose collectives would wait for it."""
-        return getattr(trainer_of(replicas.root.module).strategy, "num_processes", 1) == 1
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
@@ -354,8 +347,8 @@ class MemoryPlanning:
             applied = apply_plan(replica.module, known_plan, watches=True)
             self.joint_calls.count_in(replica.device, applied)
 
-    def tighten(self, replicas: ReplicaSet, slices: Sequence[BatchSlice], run: Step, static: StaticOf) -> None:
-        """After a step that ran out of memory: plans that take less, or the first ones.
+    def tighten(self, step: StepToPlan) -> None:
+        """After this step ran out of memory: plans that take less, or the first ones.
 
         Raises:
             BudgetError: nothing takes less.
@@ -363,12 +356,12 @@ class MemoryPlanning:
         if not self.devices:
             # With on_oom="replan" and no budget, the first plan is made for what is free by now.
             self.rooms.allow_what_is_free()
-            self.decide(replicas, slices, run, static)
+            self.decide(step)
         else:
             # The replicas keep their plans if nothing takes less.
-            self.devices.tighten(replicas.root.module, self.planner)
+            self.devices.tighten(step.replicas.root.module, self.planner)
             self.joint_calls.plan_for(self.devices.decided)
-            with self.exchanged(replicas):
+            with self.exchanged(step.replicas):
                 pass
 
     def advice(self) -> str:

@@ -12,7 +12,7 @@ from lightning_dpx.lightning.memory.feasibility import check_feasible
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
-from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.planning import MemoryPlanning, StepToPlan
 from lightning_dpx.lightning.memory.room_check import RoomCheck
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
@@ -105,7 +105,8 @@ class StepPlanner:
         with iterators_peeked(replicas.root.module) as peeked:
             run = ShadowRun(self._session, step, peeked)
             self._freed_gradients.look(step.slices[0], run)
-            self._planning.decide(replicas, step.slices, run, self._static.of, source=source)
+            to_plan = StepToPlan(replicas=replicas, slices=step.slices, run=run, static_of=self._static.of)
+            self._planning.decide(to_plan, source=source)
         self._micro_batches.say_why_whole(self._planning.devices.plans.values())
         self._tell_of_update(step.slices)
 
