@@ -95,7 +95,7 @@ class TrainingFlow:
             session.replicas.claim_cores()
             # With the whole batch a step may write parameters, as on one device, also where others own them.
             session.replicas.state.parameters.unseen.by_step = session.step.has_other_owners and len(slices) == 1
-            forward = session.memory.guarded(self.forward)
+            forward = session.memory.guarded_forward(self.forward)
             again: RunAgain | None = None
             try:
                 outputs = forward(slices, args, kwargs)
@@ -301,7 +301,7 @@ class TrainingFlow:
         """After Lightning's backward of the merged loss: every replica's own, and the sums of their gradients."""
         if self._is_merged_step:
             return  # that was all of it
-        self._session.memory.guard_backward(self._backward)
+        self._session.memory.run_guarded_backward(self._backward)
         # A step by hand runs its backwards itself, and goes on after them.
         if self._session.module.automatic_optimization:
             self._session.batches.move()

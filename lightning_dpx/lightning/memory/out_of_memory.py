@@ -46,7 +46,7 @@ class OutOfMemory:
             self._ranks = ranks
             self._num_meetings = ranks.num_meetings
 
-    def guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
+    def run_guarded(self, run: Callable[[], T], tighten: Callable[[], str], repeat: Callable[[], T] | None) -> T:
         """What ``run`` returns, or one of the repetitions of the step.
 
         Args:

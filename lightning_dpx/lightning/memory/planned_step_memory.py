@@ -112,7 +112,7 @@ class PlannedStepMemory(StepMemory):
 
     # ---- steps that are taken again ----
 
-    def guarded(self, forward: Forward) -> Forward:
+    def guarded_forward(self, forward: Forward) -> Forward:
         """``forward``, run again where it runs out of memory, with a tighter plan."""
 
         def run(slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,11 +126,11 @@ class PlannedStepMemory(StepMemory):
 
             # By hand, optimizers may have stepped before memory ran out, which nothing takes back.
             repeat = again if self._session.module.automatic_optimization else None
-            return self._out_of_memory.guarded(partial(forward, slices, args, kwargs), self._tighten, repeat)
+            return self._out_of_memory.run_guarded(partial(forward, slices, args, kwargs), self._tighten, repeat)
 
         return run
 
-    def guard_backward(self, backward: Callable[[], None]) -> None:
+    def run_guarded_backward(self, backward: Callable[[], None]) -> None:
         """Runs ``backward``; with the forward, once more where it runs out of memory."""
         session = self._session
         step = self._session.step
@@ -142,7 +142,7 @@ class PlannedStepMemory(StepMemory):
         # A backward that failed half-way leaves gradients that cannot be told from those of earlier batches.
         can_repeat = self.repeats_steps and not step.holds_gradients and session.module.automatic_optimization
         if known is None or not can_repeat:
-            self._out_of_memory.guarded(backward, self._tighten, None)
+            self._out_of_memory.run_guarded(backward, self._tighten, None)
             return
         # Read before the backward: the repetition merges anew, and its
         # leaves have no gradients yet.
@@ -157,7 +157,7 @@ class PlannedStepMemory(StepMemory):
             step.take_gradients(gradients[:1] * step.num_pending if cut_further else gradients)
             backward()
 
-        self._out_of_memory.guarded(backward, self._tighten, again)
+        self._out_of_memory.run_guarded(backward, self._tighten, again)
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""

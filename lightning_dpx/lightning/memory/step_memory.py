@@ -51,11 +51,11 @@ class StepMemory:
     def end_step(self) -> None:
         """A training step has returned."""
 
-    def guarded(self, forward: Forward) -> Forward:
+    def guarded_forward(self, forward: Forward) -> Forward:
         """``forward``, run again where it runs out of memory."""
         return forward
 
-    def guard_backward(self, backward: Callable[[], None]) -> None:
+    def run_guarded_backward(self, backward: Callable[[], None]) -> None:
         """Runs ``backward``; with the forward, once more where it runs out of memory."""
         backward()
 

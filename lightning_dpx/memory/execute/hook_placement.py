@@ -52,7 +52,7 @@ class HookPlacement:
         for path in sorted(paths & self._names.parts.keys()):
             # Of a plan that drops nothing a compiler may leave the hooks out, if it tells so.
             told = self._names.told
-            hook = _EnterOrAside(enter, path, told) if told else _Enter(enter, path)
+            hook = _RoutineHookOrAside(enter, path, told) if told else _RoutineHook(enter, path)
             part = self._names.parts[path]
             self._handles.append(part.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
@@ -68,7 +68,7 @@ def paths_of(routine: Routine) -> set[str]:
     return {call.path for call in (*routine.stretches, *routine.unseen, *routine.noting)} - {""}
 
 
-class _Enter(Passive):
+class _RoutineHook(Passive):
     """The hook of one module; copies of the module, by deepcopy or pickle, get one that does nothing."""
 
     def __init__(self, enter: Callable[[str], None] | None, path: str) -> None:
@@ -76,20 +76,20 @@ class _Enter(Passive):
         self._path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Enter, (None, self._path)
+        return _RoutineHook, (None, self._path)
 
     def __call__(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if self._enter is not None:
             self._enter(self._path)
 
 
-class _EnterOrAside(AsideInOneGraph, _Enter):
+class _RoutineHookOrAside(AsideInOneGraph, _RoutineHook):
     """A hook that a compiler leaves out which has to make one graph of the module."""
 
     def __init__(self, enter: Callable[[str], None], path: str, told: str) -> None:
-        _Enter.__init__(self, enter, path)
+        _RoutineHook.__init__(self, enter, path)
         AsideInOneGraph.__init__(self, told)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The module is called."""
-        _Enter.__call__(self, module, args, kwargs)
+        _RoutineHook.__call__(self, module, args, kwargs)

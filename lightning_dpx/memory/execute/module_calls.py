@@ -123,7 +123,7 @@ class CallNames:
             if paths is not None and path not in paths:
                 continue
             # Only those that may stand aside ask a compiler, which takes a while at every call.
-            enter = _EnterOrAside(self, path, self.told) if self.told else _Enter(self, path)
+            enter = _CallHooksOrAside(self, path, self.told) if self.told else _CallHooks(self, path)
             # First before the forward and last after it: what other hooks of the module save is
             # told by its call, too.
             if compiled_call_of(part) is not None:
@@ -360,7 +360,7 @@ def _is_inside(path: str, outer: str) -> bool:
     return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
-class _Enter(Passive):
+class _CallHooks(Passive):
     """The hooks of one module; copies of the module, by deepcopy or pickle, get some that do nothing."""
 
     def __init__(self, names: CallNames | None, path: str) -> None:
@@ -368,7 +368,7 @@ class _Enter(Passive):
         self._path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Enter, (None, self._path)
+        return _CallHooks, (None, self._path)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         names = self._names
@@ -399,21 +399,21 @@ class _Enter(Passive):
                 names.listener.ends(call)
 
 
-class _EnterOrAside(AsideInOneGraph, _Enter):
+class _CallHooksOrAside(AsideInOneGraph, _CallHooks):
     """Hooks that a compiler leaves out which has to make one graph of the module."""
 
     def __init__(self, names: CallNames | None, path: str, told: str) -> None:
-        _Enter.__init__(self, names, path)
+        _CallHooks.__init__(self, names, path)
         AsideInOneGraph.__init__(self, told)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Of the same class: what is registered behind the forward is a method of it, bound to the copy.
-        return _EnterOrAside, (None, self._path, self._told)
+        return _CallHooksOrAside, (None, self._path, self._told)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The call begins."""
-        _Enter.__call__(self, module, args, kwargs)
+        _CallHooks.__call__(self, module, args, kwargs)
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """It is over."""
-        _Enter.leave(self, module, inputs, output)
+        _CallHooks.leave(self, module, inputs, output)
