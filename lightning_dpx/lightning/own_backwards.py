@@ -10,13 +10,14 @@ drops what parameters have got (``zero_grad()``), as is seen when it ends.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_dpx.lightning.run_again import StaysWhole
-from lightning_dpx.python_objects.shared_patch import SharedPatch
+from lightning_dpx.python_objects.shared_patch import SharedPatch, Undo
 
 REASON = "It runs a backward itself, which adds to the gradients of parameters what a slice has."
 ADVICE = "For all devices to take part, add that loss to the one that the step returns."
@@ -114,33 +115,20 @@ class step_of:  # noqa: N801  a context manager, entered for every slice: no gen
         RUNNING.reset(self._token)
 
 
-class _Redirected(SharedPatch):
-    """While it is entered, in any thread, ``torch.autograd.backward`` asks first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: Callable[..., None] = torch.autograd.backward
-
-    def make(self) -> None:
-        """Backwards ask."""
-        # Asked for now: it may be another one than when this was imported.
-        self._before = torch.autograd.backward
-        # As overridden() does, without its calls: it is entered in every step.
-        vars(torch.autograd)["backward"] = _asked_first
-
-    def undo(self) -> None:
-        """They no longer do."""
-        vars(torch.autograd)["backward"] = self._before
-
-    def call(self, *args: Any, **options: Any) -> None:
-        """Runs a backward without asking."""
-        self._before(*args, **options)
+def _have_backwards_ask() -> Undo:
+    # Asked for now: it may be another one than when this was imported.
+    before = torch.autograd.backward
+    # As overridden() does, without its calls: this is done in every step.
+    names = vars(torch.autograd)
+    names["backward"] = partial(_ask_first, before)
+    return partial(names.__setitem__, "backward", before)
 
 
-BACKWARDS_ASK = _Redirected()
+# While it is entered, in any thread, ``torch.autograd.backward`` asks first.
+BACKWARDS_ASK = SharedPatch(_have_backwards_ask)
 
 
-def _asked_first(tensors: Any, *args: Any, **options: Any) -> None:
+def _ask_first(backward: Callable[..., None], tensors: Any, *args: Any, **options: Any) -> None:
     running = RUNNING.get()
     if running is not None:
         watch, module = running
@@ -149,9 +137,9 @@ def _asked_first(tensors: Any, *args: Any, **options: Any) -> None:
         watch.follow(_as_tuple(tensors), inputs, module.parameters())
         # Activation checkpointing runs a backward inside of this one, which is a part of it.
         with step_of(None, module):
-            BACKWARDS_ASK.call(tensors, *args, **options)
+            backward(tensors, *args, **options)
         return
-    BACKWARDS_ASK.call(tensors, *args, **options)
+    backward(tensors, *args, **options)
 
 
 def _leaves_of(roots: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.reachable import globals_of
-from lightning_dpx.python_objects.shared_patch import SharedPatch
+from lightning_dpx.python_objects.shared_patch import SharedPatch, Undo
 from lightning_dpx.torch_compat import OptimizedModule, compiled_call_of
 
 _T = TypeVar("_T")
@@ -168,24 +168,14 @@ def _uncompiled_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-class _EagerRuns(SharedPatch):
+def _run_eagerly() -> Undo:
     """``torch.compile`` leaves code as it was written: its one setting for the process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._eager: Any = None
-
-    def make(self) -> None:
-        """Has all code run as it was written."""
-        self._eager = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
-
-    def undo(self) -> None:
-        """Compiled code runs again."""
-        self._eager.__exit__(None, None, None)
+    setting: Any = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
+    return partial(setting.__exit__, None, None, None)
 
 
 # One for the process, as the setting of torch.compile is.
-_eager_runs = _EagerRuns()
+_eager_runs = SharedPatch(_run_eagerly)
 
 
 def uncompiled() -> AbstractContextManager[None]:

@@ -1,23 +1,31 @@
 """A change of the process lasts from the first thread that enters it to the last that leaves it."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from lightning_dpx.python_objects.shared_patch import SharedPatch
 
 
-class _Setting(SharedPatch):
-    def __init__(self) -> None:
-        super().__init__()
+class _Setting:
+    """What is changed, with what became of it."""
+
+    def __init__(self, *, fails_first: bool = False) -> None:
         self.value = "before"
         self.history: list[str] = []
+        self.patch = SharedPatch(self.change)
+        self._fails = fails_first
 
-    def make(self) -> None:
+    def change(self) -> Callable[[], None]:
+        if self._fails:
+            self._fails = False
+            raise OSError("no room")
         self.history.append(f"made over {self.value}")
         self.value = "changed"
+        return self.put_back
 
-    def undo(self) -> None:
+    def put_back(self) -> None:
         self.history.append("undone")
         self.value = "before"
 
@@ -25,8 +33,8 @@ class _Setting(SharedPatch):
 class TestSharedPatch:
     def test_it_is_made_once_and_undone_by_the_last(self) -> None:
         setting = _Setting()
-        with setting:
-            with setting:
+        with setting.patch:
+            with setting.patch:
                 assert setting.value == "changed"
             assert setting.value == "changed"
         assert setting.value == "before"
@@ -40,13 +48,13 @@ class TestSharedPatch:
         seen: list[str] = []
 
         def run() -> None:
-            with setting:
+            with setting.patch:
                 entered.set()
                 may_leave.wait(10)
                 seen.append(setting.value)
 
         thread = threading.Thread(target=run)
-        with setting:
+        with setting.patch:
             thread.start()
             assert entered.wait(10)
         assert setting.value == "changed"
@@ -57,21 +65,14 @@ class TestSharedPatch:
 
     def test_an_error_inside_undoes_it(self) -> None:
         setting = _Setting()
-        with pytest.raises(KeyError), setting:
+        with pytest.raises(KeyError), setting.patch:
             raise KeyError
         assert setting.value == "before"
 
     def test_a_change_that_fails_is_made_again_by_the_next(self) -> None:
-        class Fails(_Setting):
-            def make(self) -> None:
-                if not self.history:
-                    self.history.append("failed")
-                    raise OSError("no room")
-                super().make()
-
-        setting = Fails()
-        with pytest.raises(OSError, match="no room"), setting:
+        setting = _Setting(fails_first=True)
+        with pytest.raises(OSError, match="no room"), setting.patch:
             pass
-        with setting:
+        with setting.patch:
             assert setting.value == "changed"
-        assert setting.history == ["failed", "made over before", "undone"]
+        assert setting.history == ["made over before", "undone"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-from lightning_dpx.python_objects.shared_patch import SharedPatch
+from lightning_dpx.python_objects.shared_patch import SharedPatch, Undo
 from lightning_dpx.torch_compat import (
     is_functorch_wrapped_tensor,
     pop_saved_tensors_hooks,
@@ -138,19 +138,17 @@ class _PerThread(ModuleType):
         vars(self)[_NAME] = value
 
 
-class _PropertyInModule(SharedPatch):
+def _put_property_in_module() -> Undo:
     """``torch.autograd.graph`` has that class, one for all threads, as long as any plan is at work."""
-
-    def make(self) -> None:
-        """Exchanges the class of the module."""
-        graph.__class__ = _PerThread  # see [Note: one thread only]
-
-    def undo(self) -> None:
-        """It is an ordinary module again."""
-        graph.__class__ = ModuleType
+    graph.__class__ = _PerThread  # see [Note: one thread only]
+    return _take_property_out
 
 
-_PROPERTY_IN_MODULE = _PropertyInModule()
+def _take_property_out() -> None:
+    graph.__class__ = ModuleType
+
+
+_PROPERTY_IN_MODULE = SharedPatch(_put_property_in_module)
 STEP_ASIDE = _StepAside()
 
 
