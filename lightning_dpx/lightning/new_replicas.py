@@ -37,7 +37,7 @@ def new_replicas(
         "execution": given.execution,
         "buffers": given.buffers,
         "micro_batches": first_micro_batches(strategy),
-        "merge": True,
+        "join_slices": True,
         "keep": [item for item in keep if item is not None],
         "private": private_attributes(),
         # Metrics are the user's own on every replica: see metrics/metrics.py.
@@ -72,7 +72,7 @@ def replicas_by_hand(
         return new_replicas(strategy, module, devices, metrics, micro_batches=1)
     # The device once for each micro-batch: every replica has gradients of its own, in turn.
     turns = list(devices) * numbers[0]
-    alone: dict[str, Any] = {"micro_batches": 1, "workload": "even", "merge": False, "execution": "inline"}
+    alone: dict[str, Any] = {"micro_batches": 1, "workload": "even", "join_slices": False, "execution": "inline"}
     return new_replicas(strategy, module, turns, metrics, **alone)
 
 

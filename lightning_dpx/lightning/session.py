@@ -263,8 +263,8 @@ class Session(Run):
 
     def watch(self) -> StepTimes:
         """The times of the next step of every replica, once it has run."""
-        # Timed steps do not take the way of one device, even where replicas are
-        # merged: see _is_merged.
+        # Timed steps do not take the way of one device, even where replicas
+        # have one slice between them: see TrainingFlow.
         self.replicas.times = StepTimes(self.replicas.devices)
         return self.replicas.times
 

@@ -32,7 +32,7 @@ class StepBatches:
     def show(self, batch: Any) -> Any:
         """The batch as hooks of the user's get it: as the loader gave it, each replica moves its own slice."""
         self._in_place = _MISSING
-        if self._session.replicas.partition.always_merged and self._stays(batch):
+        if self._session.replicas.partition.is_one_slice and self._stays(batch):
             # The step gets the object that hooks get, as on one device: there is nothing to watch.
             self.writes.forget()
             self._in_place = batch

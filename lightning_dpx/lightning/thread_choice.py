@@ -51,8 +51,8 @@ class ThreadChoice:
             self.is_open = True
             return
         else:
-            reason = replicas.partition.why_merged
-        if replicas.partition.always_merged:
+            reason = replicas.partition.why_one_slice
+        if replicas.partition.is_one_slice:
             session.announce_replicas(f"take their slices as one: {reason}")
 
     def choose(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

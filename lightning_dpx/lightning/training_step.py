@@ -52,7 +52,7 @@ class TrainingFlow:
         self._session = session
         self.accumulates = False
         self.manual: ManualOptimization | None = None
-        self._is_merged_step = False  # the last one
+        self._ran_as_one_slice = False  # the last one
         self._was_by_hand = not session.module.automatic_optimization
         self._modes: Modes | None = None  # in which the epoch began
 
@@ -74,9 +74,9 @@ class TrainingFlow:
         session = self._session
         # The backward comes later, from the precision plugin, and must know which way
         # this step took.
-        self._is_merged_step = self._is_merged()
-        if self._is_merged_step:
-            return self._run_merged(args, kwargs)
+        self._ran_as_one_slice = self._is_one_slice()
+        if self._ran_as_one_slice:
+            return self._run_one_slice(args, kwargs)
         if not session.follow_structure(NAME):
             # The replicas were given up just now, and the strategy has the session of one device.
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
@@ -143,18 +143,18 @@ class TrainingFlow:
                 "now, and did not when the run began. For micro-batches, begin with automatic_optimization = False."
             )
 
-    def _is_merged(self) -> bool:
+    def _is_one_slice(self) -> bool:
         """Whether replicas on one device take every batch as one, and nothing else is asked of them."""
         session = self._session
         replicas = session.replicas
         # A step that is timed, or tried in threads, is one that every replica takes part in.
-        is_plain = replicas.partition.always_merged and replicas.times is None and not session.threads.is_open
+        is_plain = replicas.partition.is_one_slice and replicas.times is None and not session.threads.is_open
         if not is_plain or session.shifts or session.memory.is_on:
             return False
         alone = not session.has_processes and not session.step.has_other_owners
         return alone and session.module.automatic_optimization
 
-    def _run_merged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_one_slice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step of one device."""
         # Idle replicas follow the module's structure once there is something to do for them: to ask for it,
         # for slices and for a rehearsal took 40 us of 470 of an empty step.
@@ -174,7 +174,7 @@ class TrainingFlow:
         if len(slices) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:
             return False
         # By hand, a step of one active replica still concerns the gradients of the others.
-        return session.module.automatic_optimization or session.replicas.partition.always_merged
+        return session.module.automatic_optimization or session.replicas.partition.is_one_slice
 
     def _run_alone(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
@@ -299,7 +299,7 @@ class TrainingFlow:
 
     def after_backward(self) -> None:
         """After Lightning's backward of the merged loss: every replica's own, and the sums of their gradients."""
-        if self._is_merged_step:
+        if self._ran_as_one_slice:
             return  # that was all of it
         self._session.memory.run_guarded_backward(self._backward)
         # A step by hand runs its backwards itself, and goes on after them.

@@ -83,8 +83,8 @@ class ReplicaSet:
             thread of its own, ``"auto"`` uses one thread per physical device and none where there is only one. Where
             anything in the module is compiled it is ``"inline"``.
         buffers: What replica 0's buffers become after a step.
-        merge: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as one,
-            until :meth:`choose` says otherwise.
+        join_slices: Under ``execution="auto"``, let replicas on one physical device take their consecutive slices as
+            one, until :meth:`choose` says otherwise.
         keep: Objects that the replicas share by reference.
         existing: Per replica, parameters by name that it takes instead of copies.
         shared: Submodules that all replicas share, and that stay where they are.
@@ -123,7 +123,7 @@ class ReplicaSet:
         batch_slicer: Any = None,
         execution: Execution = "auto",
         buffers: BufferMode = "broadcast",
-        merge: bool = False,
+        join_slices: bool = False,
         keep: Iterable[object] = (),
         existing: Sequence[Mapping[str, nn.Parameter]] = (),
         shared: Sequence[nn.Module] = (),
@@ -143,7 +143,7 @@ class ReplicaSet:
             self.devices,
             workload=workload,
             # Who asks for turns or for threads wants every replica to run.
-            merges=merge and execution == "auto",
+            joins_slices=join_slices and execution == "auto",
             micro_batches=micro_batches,
         )
         self._rules = CopyRules(
@@ -262,11 +262,11 @@ class ReplicaSet:
         return self.root.module.training in self.traits.met and self.cuts_slices
 
     def choose(self, *, threads: bool) -> None:
-        """From now on training steps run every replica in a thread of its own, or stay merged."""
+        """From now on training steps run every replica in a thread of its own, or take their slices as one."""
         # The executor is closed for it, and its threads end: only where the choice is another one.
         if threads != self.partition.trains_apart:
             self._lanes.choose(threads=threads)
-        self.partition.merges_in_training = self.partition.merges and not threads
+        self.partition.joins_slices_in_training = self.partition.joins_slices and not threads
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
         """Rows per replica, and so per micro-batch, of a batch of ``num_rows`` in the mode that the module is in."""

@@ -1,6 +1,6 @@
 """How the rows of a batch are dealt to K devices, and each device's part to its micro-batches.
 
-rows --workload--> rows of K devices --neighbours on one device merge--> the same --micro-batches--> rows of replicas
+rows --workload--> rows of K devices --neighbors on one device join--> the same --micro-batches--> rows of replicas
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class RowPartition:
     Args:
         devices: K devices.
         workload: See :class:`lightning_dpx.replicas.replica_set.ReplicaSet`.
-        merges: Whether replicas on one device take their consecutive slices as one.
+        joins_slices: Whether replicas on one device take their consecutive slices as one.
         micro_batches: M, or M of each device.
 
     Attributes:
@@ -36,8 +36,8 @@ class RowPartition:
         micro_batches: K numbers, the most that any step has on each device: as many replicas live there.
         has_micro_batches: Whether one of them is more than 1.
         device_of: By replica, the place of its device among ``devices``: micro-batches are replicas of one device.
-        merges: As given ...
-        merges_in_training: ... and for training steps, which may have been found to be faster apart.
+        joins_slices: As given ...
+        joins_slices_in_training: ... and for training steps, which may have been found to be faster apart.
         balancer: What measures the devices' speed, under ``workload="auto"``.
     """
 
@@ -46,12 +46,12 @@ class RowPartition:
         devices: Sequence[torch.device],
         *,
         workload: str | Sequence[float],
-        merges: bool,
+        joins_slices: bool,
         micro_batches: MicroBatches,
     ) -> None:
         self.devices: tuple[torch.device, ...] = tuple(devices)
-        self.merges = merges
-        self.merges_in_training = merges
+        self.joins_slices = joins_slices
+        self.joins_slices_in_training = joins_slices
         self._num_physical = len(distinct_devices(devices))
         self._workload = parse_workload(workload, len(devices))
         # Replicas of one device are equally fast, so there is nothing to measure.
@@ -108,37 +108,37 @@ class RowPartition:
 
     def cuts_batches(self, *, training: bool) -> bool:
         """Whether a step in this mode may run on several replicas."""
-        merges = self.merges_in_training if training else self.merges
-        number = self._num_physical if merges else len(self.devices)
+        joins_slices = self.joins_slices_in_training if training else self.joins_slices
+        number = self._num_physical if joins_slices else len(self.devices)
         return number > 1 or self.cuts_slices(training=training)
 
     @property
-    def always_merged(self) -> bool:
-        """Whether one replica does all the work, because all live on one device and are merged."""
-        return self.merges_in_training and not self.has_micro_batches and self._num_physical == 1
+    def is_one_slice(self) -> bool:
+        """Whether every batch is one slice of one replica, because all live on one device and join their slices."""
+        return self.joins_slices_in_training and not self.has_micro_batches and self._num_physical == 1
 
     @property
     def may_train_apart(self) -> bool:
         """Whether a thread per replica is possible where nothing was asked for: on a host with a core for each."""
-        return self.always_merged and is_host(self.devices[0]) and 1 < len(self.devices) <= num_usable_cpus()
+        return self.is_one_slice and is_host(self.devices[0]) and 1 < len(self.devices) <= num_usable_cpus()
 
     @property
-    def why_merged(self) -> str:
-        """What keeps replicas that are always merged from a thread for each."""
+    def why_one_slice(self) -> str:
+        """What keeps replicas that have one slice between them from a thread for each."""
         if not is_host(self.devices[0]):
             return "they share it"
         return f"{num_usable_cpus()} usable cores are fewer than one for each"
 
     @property
     def trains_apart(self) -> bool:
-        """Whether training steps run all replicas, though they share a device and others are merged."""
-        return self.merges and not self.merges_in_training
+        """Whether training steps run all replicas, though they share a device and join their slices in others."""
+        return self.joins_slices and not self.joins_slices_in_training
 
     @property
     def num_active(self) -> int:
-        """Replicas that take part in the step of a full batch: fewer than K where neighbours are merged."""
+        """Replicas that take part in the step of a full batch: fewer than K where neighbors join their slices."""
         ones = (1,) * len(self.devices)
-        sizes = merge_neighbours(ones, self.devices) if self.merges else ones
+        sizes = join_neighbors(ones, self.devices) if self.joins_slices else ones
         return sum(number for size, number in zip(sizes, self.micro_batches, strict=True) if size)
 
     @property
@@ -161,16 +161,16 @@ class RowPartition:
         """
         usual = self._usual_rows[training] = max(num_rows, self._usual_rows.get(training, 0))
         usual_alike = self._usual_rows_alike(num_rows, (training, row_shapes)) if self.has_micro_batches else usual
-        merges = self.merges_in_training if training else self.merges
+        joins_slices = self.joins_slices_in_training if training else self.joins_slices
         numbers = self._numbers[training]
         # Asked in every step, mostly with the numbers of the one before.
-        key = num_rows, usual, usual_alike, merges, numbers, self.workload
+        key = num_rows, usual, usual_alike, joins_slices, numbers, self.workload
         if key not in self._sizes:
-            sizes = self._sizes_of_devices(num_rows, usual, merges=merges)
+            sizes = self._sizes_of_devices(num_rows, usual, joins_slices=joins_slices)
             if self.has_micro_batches:
                 # The limit of a micro-batch is its size in a full batch, whatever this one's size
                 # is.
-                full = self._sizes_of_devices(usual_alike, usual_alike, merges=merges)
+                full = self._sizes_of_devices(usual_alike, usual_alike, joins_slices=joins_slices)
                 sizes = cut_into_micro_batches(sizes, full, numbers, self.micro_batches)
             self._sizes[key] = sizes
         return self._sizes[key]
@@ -183,10 +183,10 @@ class RowPartition:
         known[key] = max(num_rows, known.get(key, 0))
         return known[key]
 
-    def _sizes_of_devices(self, num_rows: int, usual: int, *, merges: bool) -> tuple[int, ...]:
+    def _sizes_of_devices(self, num_rows: int, usual: int, *, joins_slices: bool) -> tuple[int, ...]:
         sizes = split_sizes(num_rows, self.workload, usual)
-        if merges:
-            return merge_neighbours(sizes, self.devices)
+        if joins_slices:
+            return join_neighbors(sizes, self.devices)
         return sizes
 
     def forget_usual_rows(self) -> None:
@@ -199,16 +199,16 @@ class RowPartition:
         return sum_by_device(sizes, self.micro_batches)
 
 
-def merge_neighbours(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:
+def join_neighbors(sizes: Sequence[int], devices: Sequence[torch.device]) -> tuple[int, ...]:
     """Neighboring replicas on one physical device hand their rows to the first of them."""
     # Running one slice of n rows there costs less than several small ones, and equals one device more
-    # closely. Only neighbors are merged, so the samples stay in order.
-    merged = list(sizes)
+    # closely. Only neighbors join them, so the samples stay in order.
+    joined = list(sizes)
     first = 0
-    for index in range(1, len(merged)):
+    for index in range(1, len(joined)):
         if devices[index] == devices[first]:
-            merged[first] = merged[first] + merged[index]
-            merged[index] = 0
+            joined[first] = joined[first] + joined[index]
+            joined[index] = 0
         else:
             first = index
-    return tuple(merged)
+    return tuple(joined)

@@ -69,7 +69,7 @@ class StageOrder:
         self.traits.note_write(stage, training=self._module.training)
         # Threads that were chosen for their speed have no turns to take.
         if self._partition.trains_apart:
-            self._partition.merges_in_training = True
+            self._partition.joins_slices_in_training = True
 
     def note_writes(self, stage: str, watch: StageWatch | None, *, in_turns: bool, wrote_shared: bool) -> None:
         """What the stage wrote of what its replicas share; ``watch`` has looked at it while it took turns."""
@@ -100,7 +100,7 @@ class StageOrder:
         if in_turns:
             text = "its replicas take turns instead of running in threads"
         elif self._partition.trains_apart:
-            self._partition.merges_in_training = True
+            self._partition.joins_slices_in_training = True
             text = "in threads they draw in no fixed order; from here on they take their slices as one"
         else:
             text = "in threads they draw in no fixed order; from here on they take turns"

@@ -22,8 +22,8 @@ def test_the_rows_of_a_batch_follow_the_workload_and_the_largest_batch_so_far() 
 
 
 def test_merged_replicas_on_one_device_take_a_batch_whole() -> None:
-    replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 2, merge=True)
-    assert replicas.partition.always_merged
+    replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 2, join_slices=True)
+    assert replicas.partition.is_one_slice
     assert not replicas.cuts_batches
     assert replicas.partition.num_active == 1
     assert replicas.sizes(6) == (6, 0)

@@ -132,6 +132,6 @@ class FreedGradients:
         """Whether the first replica has every batch; elsewhere gradients are summed, in memory that stays."""
         session = self._session
         replicas = session.replicas
-        is_first = len(replicas.replicas) == 1 or replicas.partition.always_merged
+        is_first = len(replicas.replicas) == 1 or replicas.partition.is_one_slice
         has_others = session.has_processes or session.step.has_other_owners
         return is_first and not has_others and not replicas.cuts_slices
