@@ -5,7 +5,6 @@ backward            gradients of the outputs --> each replica's backward --> gra
 forward_backward    both, one micro-batch after the other
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self
@@ -13,10 +12,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from lightning_dpx.activations import preserve_module_state
 from lightning_dpx.arguments import check_is_module, is_whole_number
 from lightning_dpx.devices import present_devices
-from lightning_dpx.errors import ConfigurationError, GatherError, SliceError
+from lightning_dpx.errors import ConfigurationError, SliceError
 from lightning_dpx.group.arguments import (
     GradReq,
     check_fixed_params,
@@ -25,8 +23,10 @@ from lightning_dpx.group.arguments import (
     gradient_requests,
 )
 from lightning_dpx.group.gradients import GroupGradients
+from lightning_dpx.group.inputs import by_name, call_module, gradients_by_input, on_replica
 from lightning_dpx.group.named_values import copied_parameters, mean_buffers, write_by_name
 from lightning_dpx.group.output_monitors import OutputMonitors
+from lightning_dpx.group.outputs import merged, shapes_of_outputs, update_metric
 from lightning_dpx.group.shared_parameters import adopt_buffers, adopt_parameters, parameters_by_replica
 from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -42,18 +42,11 @@ from lightning_dpx.replicas import (
     ReplicaSet,
     TwoPasses,
     check_micro_batches,
-    gather,
     join_input_gradients,
-    map_leaves,
     map_result,
-    map_tensors,
-    slice_batch,
 )
 from lightning_dpx.shifting import has_shifts
-from lightning_dpx.torch_compat import (
-    FakeTensorMode,
-    version_counter,
-)
+from lightning_dpx.torch_compat import version_counter
 
 
 class ReplicaGroup:
@@ -208,21 +201,7 @@ class ReplicaGroup:
         The module runs on tensors without values, and is afterwards what it was before. Where shapes, or branches,
         depend on values, torch raises its own error.
         """
-        module = self._set.root.module
-        # What a forward leaves in attributes is put back. Constants that it keeps outside of the state
-        # dict are real tensors.
-        with preserve_module_state(module), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-            device = self._set.root.device
-
-            def faked(value: torch.Tensor) -> torch.Tensor:
-                return fake.from_tensor(value).to(device)
-
-            # Fakes are given to the call instead of being put into the module, so nothing needs to
-            # be put back.
-            state = {name: faked(value) for name, value in module.state_dict(keep_vars=True).items()}
-            args, kwargs = map_tensors(faked, (inputs, named_inputs))
-            outputs = torch.func.functional_call(module, state, args, kwargs)
-        return map_result(lambda output: tuple(output.shape), outputs)
+        return shapes_of_outputs(self._set.root.module, self._set.root.device, inputs, named_inputs)
 
     def forward(self, *inputs: Any, is_train: bool | None = None, **named_inputs: Any) -> None:
         """Cuts the inputs (each with B rows) and runs the module on every slice; see :meth:`outputs`.
@@ -317,14 +296,12 @@ class ReplicaGroup:
             )
         for replica in self.replicas if has_shifts() else ():
             check_not_shifted(replica.module)
-        # Inputs by position and by name are cut by one rule, and batch_dim names both.
-        named = {**{str(position): value for position, value in enumerate(inputs)}, **named_inputs}
         self._num_positional = len(inputs)
-        slices = self._set.slices(named)
+        slices = self._set.slices(by_name(inputs, named_inputs))
         # After the cut: a batch that is refused has changed nothing on the replicas.
         self._set.python_state.share()
         self._set.state.synchronize()
-        self._slices = [BatchSlice(one.replica, one.num_rows, self._place(one)) for one in slices]
+        self._slices = [on_replica(one, need_grads=self._inputs_need_grad) for one in slices]
 
     def _end(self, outputs: list[Any]) -> None:
         """What the forward left on the replicas comes to the first."""
@@ -336,33 +313,13 @@ class ReplicaGroup:
         self._outputs = outputs
 
     def _run_module(self, batch_slice: BatchSlice) -> Any:
-        # A copy, as the slice keeps its inputs for input_grads().
-        batch = dict(batch_slice.batch)
-        positional = [batch.pop(str(position)) for position in range(self._num_positional)]
-        return batch_slice.replica.module(*positional, **batch)
+        return call_module(batch_slice, self._num_positional)
 
     @property
     # Micro-batches of one device run one after the other, and only one of them may hold its graph.
     def _takes_turns(self) -> bool:
         """Whether some device has several micro-batches of the batch."""
         return len({self._set.partition.device_of[one.replica.index] for one in self._slices}) < len(self._slices)
-
-    def _place(self, batch_slice: BatchSlice) -> Any:
-        def move(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                # Packed sequences and graphs move themselves. Some do so in place, and one that is given whole is
-                # every replica's.
-                if _moves_itself(value):
-                    return copy.copy(value).to(batch_slice.replica.device)
-                return value
-            # A leaf of its own for each replica, also where nothing has to move, so that gradients
-            # of the inputs are those of the slice.
-            moved = value.detach().to(batch_slice.replica.device)
-            if self._inputs_need_grad and moved.is_floating_point():
-                moved.requires_grad_()
-            return moved
-
-        return map_leaves(move, batch_slice.batch)
 
     def backward(self, out_grads: Any = None) -> None:
         """Runs backward on every replica, then sums the parameter gradients into the module.
@@ -460,17 +417,7 @@ class ReplicaGroup:
         """
         if not self._outputs:
             raise ConfigurationError("outputs_merged() needs a forward() before it.")
-        rows = [batch_slice.num_rows for batch_slice in self._slices]
-        without = [one.replica for one, output in zip(self._slices, self._outputs, strict=True) if output is None]
-        # Where all of them returned None, so would one device.
-        if without and len(without) < len(self._outputs):
-            named = ", ".join(f"{replica.index} on {replica.device}" for replica in without)
-            raise GatherError(
-                f"Replica {named} returned None, and others did not, so the rows of their slices have no outputs; "
-                "return the same structure for all rows, or read outputs()."
-            )
-        self._output_dims.check(self._outputs[0])
-        return gather(self._outputs, rows, self._set.root.device, self._output_dims)
+        return merged(self._slices, self._outputs, self._set.root.device, self._output_dims)
 
     def input_grads(self) -> list[list[Any]]:
         """Per input (positional, then keyword), the gradients of every active replica's slice, nested as the input.
@@ -482,10 +429,7 @@ class ReplicaGroup:
             raise ConfigurationError("Input gradients need ReplicaGroup(..., inputs_need_grad=True).")
         if not self._outputs:
             raise ConfigurationError("input_grads() needs a forward() and a backward() before it.")
-        found = []
-        for name in self._slices[0].batch:
-            found.append([map_leaves(_grad_of, batch_slice.batch[name]) for batch_slice in self._slices])
-        return found
+        return gradients_by_input(self._slices)
 
     def input_grads_merged(self) -> list[Any]:
         """Per input, the gradient of the whole batch, on the first device (the sum, for an input given whole)."""
@@ -494,11 +438,11 @@ class ReplicaGroup:
         rows = [batch_slice.num_rows for batch_slice in self._slices]
         device = self._set.root.device
         batch_dim = self._set.slicer.batch_dim
-        merged = []
+        found = []
         for name in self._slices[0].batch:
             parts = [batch_slice.batch[name] for batch_slice in self._slices]
-            merged.append(join_input_gradients(parts, rows, device, batch_dim, name))
-        return merged
+            found.append(join_input_gradients(parts, rows, device, batch_dim, name))
+        return found
 
     def update_metric(self, metric: Any, labels: Any) -> None:
         """Calls ``metric.update(outputs, labels)`` once per active replica, with its slice of ``labels`` (B rows).
@@ -514,21 +458,8 @@ class ReplicaGroup:
         """
         if not self._outputs:
             raise ConfigurationError("update_metric() needs a forward() before it.")
-        # Metrics of torchmetrics have a device of their own.
-        device = getattr(metric, "device", self._set.root.device)
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().to(device)
-
-        rows = [batch_slice.num_rows for batch_slice in self._slices]
-        try:
-            parts = slice_batch({"labels": labels}, rows, self._set.slicer.batch_dim)
-        except SliceError as error:
-            error.add_note(f"In update_metric(), after a forward of {sum(rows)} rows.")
-            raise
-        # All are cut before the metric sees the first: it would else count some of them twice.
-        for output, part in zip(self._outputs, parts, strict=True):
-            metric.update(*map_tensors(move, (output, part["labels"])))
+        batch_dim = self._set.slicer.batch_dim
+        update_metric(metric, labels, self._slices, self._outputs, self._set.root.device, batch_dim)
 
     def install_monitor(self, monitor: Callable[[int, str, torch.Tensor], None] | None) -> None:
         """Calls ``monitor(replica, name, tensor)`` for the output of every submodule of every replica.
@@ -596,14 +527,3 @@ def _check_walked(walked: Sequence[bool]) -> None:
             "backward() found nothing to compute gradients of: the forward ran under torch.no_grad(), or no parameter "
             "or input that it used requires a gradient. Run the forward with gradients on."
         )
-
-
-def _moves_itself(value: Any) -> bool:
-    """Whether ``value`` holds tensors, as far as one can say that knows nothing of its type."""
-    return callable(getattr(value, "to", None)) and not isinstance(value, nn.Module | type)
-
-
-def _grad_of(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value.grad
-    return None

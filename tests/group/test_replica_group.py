@@ -1,31 +1,16 @@
 import copy
 import gc
 import threading
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
-from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dpx as dpx
 from tests.conftest import places
+from tests.group.models import TwoHeads
 
 pytestmark = pytest.mark.usefixtures("hardware")
-
-
-@pytest.fixture
-def make_group():
-    """Builds groups that are closed after the test."""
-    with ExitStack() as groups:
-        yield lambda *args, **options: groups.enter_context(dpx.ReplicaGroup(*args, **options))
-
-
-@pytest.fixture
-def group(make_group, execution, hardware):
-    torch.manual_seed(0)
-    return make_group(nn.Linear(3, 2), places(3), workload=[2, 1, 1], inputs_need_grad=True, execution=execution)
 
 
 def test_outputs_and_gradients_equal_the_plain_module(group) -> None:
@@ -40,27 +25,6 @@ def test_outputs_and_gradients_equal_the_plain_module(group) -> None:
     torch.testing.assert_close(group.outputs_merged(), plain(rows))
     torch.testing.assert_close(plain.weight.grad, expected)
     torch.testing.assert_close(group.input_grads_merged()[0], expected_inputs)
-
-
-@pytest.mark.parametrize(("request_", "expected"), [("write", [1, 1]), ("add", [1, 2])])
-def test_write_and_add_are_for_inputs_too(make_group, request_, expected) -> None:
-    module = nn.Linear(3, 2)
-    group = make_group(module, places(2), grad_req=request_, inputs_need_grad=True)
-    once = module.weight.detach().sum(0)
-    found = []
-    for _ in range(2):
-        rows = torch.randn(4, 3, device=once.device)
-        group.forward(rows)
-        group.backward(torch.ones(4, 2, device=once.device))
-        found.append(group.input_grads_merged()[0])
-    for times, grads in zip(expected, found, strict=True):
-        torch.testing.assert_close(grads, times * once.expand(4, 3))
-    # Other shapes, or a wish for them, begin anew.
-    for num_rows in (6, 6):
-        group.reshape(num_rows)
-        group.forward(torch.ones(num_rows, 3, device=once.device))
-        group.backward(torch.ones(num_rows, 2, device=once.device))
-        torch.testing.assert_close(group.input_grads_merged()[0], once.expand(num_rows, 3))
 
 
 def test_a_second_backward_of_micro_batches_replaces_gradients_of_inputs(make_group) -> None:
@@ -83,16 +47,6 @@ def test_write_replaces_and_add_accumulates(make_group) -> None:
             group.backward(torch.ones(4, 1, device=places(1)[0]))
         grads[request] = group.replicas[0].module.weight.grad
     torch.testing.assert_close(grads["add"], 2 * grads["write"])
-
-
-def test_merged_outputs_are_those_of_a_forward(make_group) -> None:
-    group = make_group(nn.Linear(3, 1), places(2))
-    with pytest.raises(dpx.ConfigurationError, match=r"outputs_merged\(\) needs a forward"):
-        group.outputs_merged()
-    group.forward(torch.randn(4, 3))
-    group.reshape(6)
-    with pytest.raises(dpx.ConfigurationError, match=r"outputs_merged\(\) needs a forward"):
-        group.outputs_merged()
 
 
 def test_fixed_params_get_no_gradient(make_group) -> None:
@@ -165,57 +119,6 @@ def test_a_request_per_parameter(make_group) -> None:
         make_group(nn.Linear(1, 1), places(1), grad_req={"bias": "sum"})
 
 
-class Recurrent(nn.Module):
-    """Time-major rows (T, B, 3) and lengths (B,) to scores (T, B, 2) and sums (B, 2)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(3, 2)
-
-    def forward(self, rows, *, lengths, bias):
-        scores, _ = self.rnn(rows)
-        mask = torch.arange(len(rows), device=rows.device)[:, None] < lengths
-        return scores * mask[..., None] + bias
-
-
-def test_layouts_per_input_named_inputs_and_merged_input_gradients(make_group, execution) -> None:
-    torch.manual_seed(0)
-    plain, rows, bias = Recurrent(), torch.randn(5, 6, 3), torch.randn(2)
-    lengths = torch.tensor([5, 1, 3, 2, 4, 5])
-    layout = {"0": 1, "lengths": 0, "bias": -1, "output": 1}
-    device = places(1)[0]
-    group = make_group(copy.deepcopy(plain), places(3), batch_dim=layout, inputs_need_grad=True, execution=execution)
-    group.forward(rows.to(device), lengths=lengths.to(device), bias=bias.to(device))
-    assert [tuple(part.shape) for part in group.outputs()] == [(5, 2, 2)] * 3
-    whole_rows, whole_bias = rows.clone().requires_grad_(), bias.clone().requires_grad_()
-    expected = plain(whole_rows, lengths=lengths, bias=whole_bias)
-    out_grads = torch.randn(5, 6, 2)
-    expected.backward(out_grads)
-    torch.testing.assert_close(group.outputs_merged().cpu(), expected)
-    with pytest.raises(dpx.SliceError, match="out_grads has 4 rows, the outputs have 6"):
-        group.backward(out_grads[:, :4].to(device))
-    for wrong in (None, out_grads[..., :1].to(device), [out_grads.to(device)] * 2):
-        with pytest.raises(dpx.SliceError, match=r"The outputs have shapes \[5, 2, 2\], and their gradients"):
-            group.backward(wrong)
-    group.backward(out_grads.to(device))
-    row_grad, length_grad, bias_grad = group.input_grads_merged()
-    torch.testing.assert_close(row_grad.cpu(), whole_rows.grad)
-    assert length_grad is None
-    torch.testing.assert_close(bias_grad.cpu(), whole_bias.grad)
-    for name, parameter in group.replicas[0].module.named_parameters():
-        torch.testing.assert_close(parameter.grad.cpu(), plain.get_parameter(name).grad)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.norm = nn.Linear(3, 2), nn.Linear(3, 1), nn.BatchNorm1d(3)
-
-    def forward(self, images):
-        rows = self.norm(images["pixels"])
-        return {"left": self.left(rows), "right": self.right(rows)}
-
-
 def test_nested_inputs_and_outputs(make_group) -> None:
     torch.manual_seed(0)
     plain, pixels, device = TwoHeads().eval(), torch.randn(6, 3), places(1)[0]
@@ -229,14 +132,6 @@ def test_nested_inputs_and_outputs(make_group) -> None:
     torch.testing.assert_close(group.outputs_merged()["left"].cpu(), outputs["left"])
     torch.testing.assert_close(group.input_grads_merged()[0]["pixels"].cpu(), whole.grad)
     torch.testing.assert_close(group.replicas[0].module.right.weight.grad.cpu(), plain.right.weight.grad)
-
-
-def test_output_shapes_are_known_before_a_run_and_nothing_changes(make_group) -> None:
-    group = make_group(TwoHeads(), places(2))
-    before = {name: value.clone() for name, value in group.replicas[0].module.state_dict().items()}
-    assert group.output_shapes({"pixels": torch.empty(10, 3)}) == {"left": (10, 2), "right": (10, 1)}
-    for name, value in group.replicas[0].module.state_dict().items():
-        assert torch.equal(value, before[name])
 
 
 def test_reshape_tells_the_new_slices(make_group) -> None:
@@ -292,17 +187,6 @@ def test_buckets_share_parameters_gradients_and_memory(make_group, hardware) -> 
         make_group(Bucket(16), places(2), shared_group=longest)
 
 
-def test_metrics_are_updated_with_every_slice(make_group, execution) -> None:
-    rows, labels = torch.randn(9, 3), torch.randint(2, (9,))
-    group, metric = make_group(nn.Linear(3, 2), places(4), execution=execution), MulticlassAccuracy(2, average="micro")
-    with pytest.raises(dpx.ConfigurationError, match="needs a forward"):
-        group.update_metric(metric, labels)
-    group.forward(rows)
-    group.update_metric(metric, labels)
-    expected = (group.outputs_merged().argmax(1).cpu() == labels).float().mean()
-    assert metric.compute() == expected
-
-
 def test_a_monitor_sees_every_tensor_of_every_replica(make_group, execution) -> None:
     group = make_group(TwoHeads(), places(2), execution=execution)
     monitor = dpx.TensorMonitor(torch.amax, pattern="left")
@@ -352,36 +236,6 @@ def test_fixed_parameters_cost_no_gradient_memory(make_group, hardware) -> None:
     group.forward(torch.randn(2, 256))
     group.backward(torch.ones(2, 256))
     assert all(sim.memory_allocated(index) - size < 256 * 256 for index, size in enumerate(before))
-
-
-class SometimesNone(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor | None:
-        return super().forward(input) if input.sum() > 0 else None
-
-
-def test_rows_without_outputs_are_named(make_group) -> None:
-    group = make_group(SometimesNone(4, 2), places(2), execution="inline")
-    group.forward(torch.tensor([[1.0] * 4, [-1.0] * 4]))
-    with pytest.raises(dpx.GatherError, match=r"Replica 1 on .* returned None, and others did not"):
-        group.outputs_merged()
-    group.forward(-torch.ones(2, 4))
-    assert group.outputs_merged() is None
-
-
-@pytest.mark.parametrize("name", ["image", "1", "outputs"])
-def test_inputs_that_the_module_does_not_take_are_named(make_group, name) -> None:
-    with pytest.raises(dpx.ConfigurationError, match=rf"batch_dim names '{name}'; Linear.forward takes input"):
-        make_group(nn.Linear(4, 2), places(2), batch_dim={name: 1})
-    make_group(nn.Linear(4, 2), places(2), batch_dim={"input": 0, "0": 0, "output": 0})
-
-
-def test_input_gradients_before_a_step_are_asked_for_in_vain() -> None:
-    group = dpx.ReplicaGroup(nn.Linear(4, 2), ["cpu", "cpu"], inputs_need_grad=True, execution="inline")
-    for ask in (group.input_grads, group.input_grads_merged):
-        with pytest.raises(
-            dpx.ConfigurationError, match=r"input_grads\(\) needs a forward\(\) and a backward\(\) before"
-        ):
-            ask()
 
 
 def test_parameters_with_a_wrong_name_among_them_change_nothing() -> None:
@@ -578,34 +432,9 @@ def test_get_params_returns_what_was_set(make_group) -> None:
     torch.testing.assert_close(group.get_params()[1]["running_mean"], mean.cpu())
 
 
-class Seen:
-    def __init__(self) -> None:
-        self.shapes = []
-
-    def update(self, outputs, labels) -> None:
-        self.shapes.append((tuple(outputs.shape), [tuple(label.shape) for label in labels]))
-
-
 def test_a_forward_without_inputs_says_so() -> None:
     with dpx.ReplicaGroup(nn.Linear(2, 2), ["cpu", "cpu"]) as group, pytest.raises(dpx.SliceError, match="no inputs"):
         group.forward()
-
-
-def test_labels_are_cut_as_inputs_are(make_group) -> None:
-    device = places(1)[0]
-    layout = {"0": 1, "output": 1, "labels.0": 1, "labels.2": -1}
-    group, seen = make_group(nn.Linear(3, 2), places(2), batch_dim=layout, workload=[2, 1]), Seen()
-    group.forward(torch.randn(5, 6, 3, device=device))
-    group.update_metric(seen, [torch.ones(5, 6), torch.ones(6), torch.ones(7)])
-    assert seen.shapes == [((5, 4, 2), [(5, 4), (4,), (7,)]), ((5, 2, 2), [(5, 2), (2,), (7,)])]
-    with pytest.raises(dpx.SliceError, match="do not agree on the number of rows") as caught:
-        group.update_metric(seen, [torch.ones(5, 4), torch.ones(4), torch.ones(7)])
-    assert caught.value.__notes__ == ["In update_metric(), after a forward of 6 rows."]
-    assert len(seen.shapes) == 2
-    timed = make_group(nn.Linear(3, 2), places(2), batch_dim=1)
-    timed.forward(torch.randn(5, 6, 3, device=device))
-    timed.update_metric(seen, [torch.ones(5, 6)])
-    assert seen.shapes[2:] == [((5, 3, 2), [(5, 3)])] * 2
 
 
 @pytest.mark.parametrize("num_rows", [2.5, True, "6", None])
@@ -630,59 +459,6 @@ def test_a_shifted_module_is_refused(make_group, hardware) -> None:
     dpx.shift_activations(group.replicas[1].module, "1", {"sim:1": "sim:2"})
     with pytest.raises(dpx.ConfigurationError, match=r"is shifted, shifts\['sim:1'\]='sim:2'"):
         group.forward(torch.ones(4, 3))
-
-
-class KeepsOutput(nn.Linear):
-    calls = 0
-
-    def forward(self, input):
-        self.calls += 1
-        self.last = super().forward(input)
-        return self.last
-
-
-def test_asking_for_shapes_leaves_nothing_in_the_module(make_group) -> None:
-    group = make_group(KeepsOutput(3, 2), places(2))
-    module = group.replicas[0].module
-    assert group.output_shapes(torch.ones(4, 3)) == (4, 2)
-    assert module.calls == 0
-    assert not hasattr(module, "last")
-
-
-@dataclass
-class Rows:
-    rows: torch.Tensor
-    scale: float
-
-
-class OfObjects(nn.Module):
-    """Takes a dataclass and a packed sequence, returns a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.rnn = nn.Linear(3, 2), nn.GRU(3, 2, batch_first=True)
-
-    def forward(self, batch, packed):
-        _, last = self.rnn(packed)
-        return Rows(self.linear(batch.rows) * batch.scale + last[0], batch.scale)
-
-
-def test_inputs_of_any_kind_come_to_their_replica(make_group) -> None:
-    torch.manual_seed(0)
-    plain, rows = OfObjects(), torch.randn(4, 3)
-    group = make_group(copy.deepcopy(plain), places(2), inputs_need_grad=True)
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(4, 5, 3), torch.tensor([5, 4, 2, 1]), batch_first=True)
-    group.forward(Rows(rows, 2.0), packed)
-    outputs, whole = group.outputs_merged(), rows.clone().requires_grad_()
-    expected = plain(Rows(whole, 2.0), packed)
-    torch.testing.assert_close(outputs.rows.cpu(), expected.rows)
-    out_grads = torch.randn(4, 2)
-    expected.rows.backward(out_grads)
-    group.backward(Rows(out_grads.to(places(1)[0]), 2.0))
-    of_rows, of_packed = group.input_grads_merged()
-    torch.testing.assert_close(of_rows.rows.cpu(), whole.grad)
-    assert of_packed is None
-    assert [part.rows.shape for part in group.input_grads()[0]] == [(2, 3), (2, 3)]
 
 
 def test_a_module_that_was_moved_is_told(make_group) -> None:
