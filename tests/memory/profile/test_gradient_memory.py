@@ -14,12 +14,14 @@ WEIGHT = WIDTH * WIDTH * 4  # bytes
 class Seen:
     """A step of two layers, and what its gradients took."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, forgets: bool = False) -> None:
         x = torch.randn(4, WIDTH)
         self.trace = MemoryTrace(CPU)
         self.gradients = GradientMemory(module, self.trace)
         with self.trace, self.gradients:
             module(x).sum().backward()
+            if forgets:
+                module.zero_grad(set_to_none=True)
             self.end = self.trace.now
         self.activations = self.trace.passing(self.gradients.allocations)[: self.end]
 
@@ -35,6 +37,12 @@ def test_gradients_that_are_there_at_the_end_count_from_when_they_come() -> None
     assert counted[0] < WEIGHT
     assert counted[-1] >= 2 * WEIGHT
     assert max(seen.activations) < WEIGHT, "activations of four rows"
+
+
+def test_those_that_the_step_forgets_are_no_activations_either() -> None:
+    seen = Seen(layers(), forgets=True)
+    assert max(seen.trace.passing()[: seen.end]) >= 2 * WEIGHT, "they are gone by its end, as activations are"
+    assert max(seen.activations) < WEIGHT
 
 
 def test_frozen_parameters_have_none() -> None:
