@@ -9,11 +9,11 @@ from torch import nn
 import lightning_dpx as dpx
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
 from tests.conftest import SIMULATED
-from tests.lightning.memory.test_out_of_memory import Deep, devices_as_before, fit
+from tests.lightning.memory.test_out_of_memory import Deep, fit
 
-__all__ = ["devices_as_before"]  # a fixture is found by its name here
 pytestmark = [
     pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
+    pytest.mark.usefixtures("devices_as_before"),
     pytest.mark.filterwarnings("ignore:dpx. the activations on sim.0 took"),  # which is what these tests are about
 ]
 
