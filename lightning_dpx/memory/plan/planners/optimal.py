@@ -30,9 +30,13 @@ from lightning_dpx.memory.plan.solvers.stretches import StretchTable, Variant, v
 from lightning_dpx.memory.profile.data import Profile
 
 _HEAVY = re.compile(r"mm|Linear|Convolution|Attention")
-_AIMS = 9
-_BISECTIONS = 9
-_STARTS = 3
+_BISECTIONS = 9  # of the target, for the lowest peak of stretches
+_STARTS = 3  # of the lowest peaks found so, from which steps down begin
+_AIMS = 9  # targets that are tried for a budget, between these shares of it
+_LEAST_AIM = 0.5
+_MOST_AIM = 2.5
+_SAME_AIM = 0.02  # of the budget: nearer targets are no others
+_NEAR_ENOUGH = 0.98  # of the budget: what still fits is filled up afterwards
 _STRETCHES = (8, 24, 72)  # units
 _MUCH_SLOWER = 3.0
 _CLOSE = 0.01  # to the lower bound: nothing better is worth looking for
@@ -187,8 +191,8 @@ def _aim(variant: Variant, budget: int) -> list[Choice]:
     problem = variant.problem
     choices = []
     table = StretchTable(variant)
-    low = 0.5
-    high = 2.5
+    low = _LEAST_AIM
+    high = _MOST_AIM
     target = 1.0
     for _ in range(_AIMS):
         choice = table.solve(budget * target)
@@ -199,12 +203,12 @@ def _aim(variant: Variant, budget: int) -> list[Choice]:
             low = target
         else:
             high = target
-        # Near enough: what still fits is filled up afterwards.
-        if 0.98 * budget <= peak <= budget or high - low < 0.02:
+        if _NEAR_ENOUGH * budget <= peak <= budget or high - low < _SAME_AIM:
             break
         if peak > budget:
-            miss = max((peak - budget) / budget, 0.02)
-            target = max(target - miss, (low + high) / 2 if low > 0.5 else 0.5)
+            # Lower by what was missed, but not below half the way to a target that was low enough.
+            miss = max((peak - budget) / budget, _SAME_AIM)
+            target = max(target - miss, (low + high) / 2 if low > _LEAST_AIM else _LEAST_AIM)
         else:
             target = (low + min(high, 1.5 * low)) / 2
     return choices

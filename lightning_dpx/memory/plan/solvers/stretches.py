@@ -30,6 +30,8 @@ _MOST_POINTS = 24  # that are kept of those that end at one cut
 _PRICES = 6
 _DROPS_NOTHING = -1.0  # seconds per byte: no unit is computed in less than no time
 _BINS = 1024  # of bytes
+_MANY_INPUTS = 4  # units: what is computed from more brings much of the step back with it
+_CHEAP = 0.25  # of the costliest unit's seconds per byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +49,22 @@ class Variant:
 
 
 def variants(problem: "Problem") -> list[Variant]:
+    """With units that are computed from many others and without, with cheap ones forgotten after every use and not."""
     units = problem.units
     can = np.array([unit.droppable for unit in units], bool)
     rates = np.array([unit.seconds / max(1, unit.num_bytes) for unit in units], float)
     # To forget what is cheap after every use costs little, and a stretch comes back without it.
-    cheap = can & (rates <= 0.25 * rates[can].max(initial=0.0))
+    cheap = can & (rates <= _CHEAP * rates[can].max(initial=0.0))
     cheap &= np.array([bool(unit.inputs) for unit in units], bool)  # what is offloaded or compressed is not computed
     nothing = np.zeros(len(units), bool)
     uncached = np.zeros(len(units), bool)
     for index in np.nonzero(cheap)[0].tolist():  # never one from another, or the work would double at every step
         uncached[index] = not any(uncached[source] for source in units[index].inputs)
-    far = np.array([len(unit.inputs) > 4 for unit in units], bool)
-    found = [Variant(problem, can, nothing), Variant(problem, can, uncached)]
-    if (far & can).any():
-        found += [Variant(problem, can & ~far, nothing), Variant(problem, can & ~far, uncached)]
-    return found
+    far = np.array([len(unit.inputs) > _MANY_INPUTS for unit in units], bool)
+    # Pinning no unit down, or forgetting none, would solve the same problem twice.
+    pinned = [can, can & ~far] if (far & can).any() else [can]
+    forgotten = [nothing, uncached] if uncached.any() else [nothing]
+    return [Variant(problem, droppable, after_use) for droppable in pinned for after_use in forgotten]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,11 @@ class TestVariants:
         profile = chain(16)
         values = list(profile.values)
         values[10] = replace(values[10], inputs=(1, 3, 5, 7, 9))
-        found = variants(Problem(replace(profile, values=tuple(values))))
-        assert len(found) == 4
-        assert [bool(variant.droppable[10]) for variant in found] == [True, True, False, False]
+        far = replace(profile, values=tuple(values))
+        assert [bool(variant.droppable[10]) for variant in variants(Problem(far))] == [True, False]
+        with_cheap = variants(Problem(_with_seconds(far, {3: 0.1})))
+        assert [bool(variant.droppable[10]) for variant in with_cheap] == [True, True, False, False]
+        assert [bool(variant.uncached[3]) for variant in with_cheap] == [False, True, False, True]
+
+    def test_no_problem_is_solved_twice(self) -> None:
+        assert len(variants(Problem(chain(16)))) == 1
