@@ -18,6 +18,8 @@ from lightning_dpx.errors import GatherError
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 MEAN = "mean"
 SUM = "sum"
+LARGEST = "largest"
+SMALLEST = "smallest"
 SAME = "same"
 ITEMS = "items"
 EXTEND = "extend"
@@ -195,20 +197,31 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
             rules.insert(0, SAME)
         elif _are_equal(parts):
             rules.append(SAME)
-        rules += [SUM, MEAN]
+        rules += [SUM, MEAN, *_extremes_of(parts[0])]
     return rules
 
 
 def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
     if all(part == rows for part, rows in zip(parts, settings.rows, strict=True)):
-        return [SUM, SAME, MEAN]  # the number of rows
+        return [SUM, SAME, MEAN]  # the number of rows: no extreme
     guesses = [SUM, MEAN]  # integers are counts
     if isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point:
         guesses.remove(settings.number)
         guesses.insert(0, settings.number)
+    # Last, as they are learned and never guessed.
+    guesses += _extremes_of(parts[0])
     if _are_equal(parts):
         return [SAME, *guesses]
     return guesses
+
+
+def _extremes_of(part: Any) -> list[str]:
+    """The rules for extremes, of values that have an order: complex numbers have none."""
+    if isinstance(part, Tensor):
+        is_ordered = part.layout == torch.strided and not part.is_complex()
+    else:
+        is_ordered = np.asarray(part).dtype.kind in "iuf"
+    return [LARGEST, SMALLEST] if is_ordered else []
 
 
 def _list_rules(parts: list[Any], settings: JoinSettings) -> Iterator[tuple[str, Any]]:
@@ -233,6 +246,8 @@ def _apply(rule: str, parts: list[Any], settings: JoinSettings) -> Any:
         return type(first)(chain.from_iterable(parts))
     if rule == SUM:
         return sum(parts[1:], first)
+    if rule in (LARGEST, SMALLEST):
+        return _extreme(rule, parts)
     if rule == MEAN:
         total = sum(settings.rows)
         return sum(part * (rows / total) for part, rows in zip(parts, settings.rows, strict=True))
@@ -240,6 +255,19 @@ def _apply(rule: str, parts: list[Any], settings: JoinSettings) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(parts, dim)
     return torch.cat(parts, dim)
+
+
+def _extreme(rule: str, parts: list[Any]) -> Any:
+    """Of what a step has taken the largest, or the smallest, of its rows itself."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        stacked = torch.stack(parts)
+        return stacked.amax(0) if rule == LARGEST else stacked.amin(0)
+    # Of NumPy numbers, which are arrays without dims; a NaN is the extreme of all in both libraries.
+    if isinstance(first, np.ndarray | np.generic):
+        values = np.stack(parts)
+        return values.max(0) if rule == LARGEST else values.min(0)
+    return max(parts) if rule == LARGEST else min(parts)
 
 
 def _rebuild(like: Any, keys: list[Any], values: list[Any]) -> Any:

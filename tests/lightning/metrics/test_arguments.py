@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 import lightning_dpx as dpx
 from lightning_dpx.errors import GatherError
@@ -81,6 +81,29 @@ def test_a_rehearsal_tells_means_from_sums_and_constants_from_rows() -> None:
     assert learn_calls(call(9.0, 7.0, rows(3)), parts, UNEVEN, JoinRules()) == ["argument 0"]
 
 
+@pytest.mark.parametrize(
+    ("parts", "whole", "later", "expected"),
+    [
+        ([torch.tensor(1.0), torch.tensor(3.0)], torch.tensor(3.0), [torch.tensor(9.0), torch.tensor(4.0)], 9.0),
+        ([torch.tensor(1), torch.tensor(3)], torch.tensor(1), [torch.tensor(9), torch.tensor(4)], 4),
+        ([1.0, 3.0], 3.0, [9.0, 4.0], 9.0),
+        ([np.float64(1.0), np.float64(3.0)], np.float64(1.0), [np.float64(9.0), np.float64(4.0)], 4.0),
+        ([rows(4), rows(4).flip(0)], torch.tensor([3.0, 2, 2, 3]), [rows(4), rows(4, start=1)], [1.0, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_a_rehearsal_tells_extremes(parts: list[Any], whole: Any, later: list[Any], expected: Any) -> None:
+    rules = JoinRules()
+    assert learn_calls(((whole,), {}), [((part,), {}) for part in parts], UNEVEN, rules) == []
+    (joined,), _ = join_calls([((part,), {}) for part in later], EVEN, rules)
+    assert torch.equal(torch.as_tensor(joined), torch.as_tensor(expected, dtype=torch.as_tensor(joined).dtype))
+
+
+def test_complex_numbers_have_no_extremes() -> None:
+    parts = [torch.tensor(1j), torch.tensor(3j)]
+    assert learn_calls(((parts[1],), {}), [((part,), {}) for part in parts], UNEVEN, JoinRules()) == ["argument 0"]
+
+
 def test_zeros_fit_many_rules_and_decide_nothing() -> None:
     rules = JoinRules()
 
@@ -94,21 +117,24 @@ def test_zeros_fit_many_rules_and_decide_nothing() -> None:
 
 
 class Totals(Classifier):
-    """Metrics that are given a sum, a mean with its weight, and a constant."""
+    """Metrics that are given a sum, a mean with its weight, a constant and an extreme."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total, self.mean, self.steps = SumMetric(), MeanMetric(), SumMetric()
+        self.worst = MaxMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         self.total(losses.sum().detach())
         self.mean.update(losses.mean().detach(), len(losses))
         self.steps.update(1.0)
+        self.worst.update(losses.max().detach())
         return losses.mean()
 
     def on_train_epoch_end(self) -> None:
         self.log_dict({"total": self.total.compute(), "mean": self.mean.compute(), "steps": self.steps.compute()})
+        self.log("worst", self.worst.compute())
 
 
 @pytest.mark.usefixtures("hardware")
