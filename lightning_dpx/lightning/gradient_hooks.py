@@ -45,11 +45,14 @@ class GradientHooks:
     Attributes:
         within_window: Whether one may look at gradients before a window of accumulation has ended.
         before_backward_of_step: Whether one may look at what a step's forward has made, before its backward.
+        between_steps: Whether one may write parameters after a step, or before the next, that replicas on other
+            devices would not get.
     """
 
     def __init__(self) -> None:
         self.before_backward_of_step: bool = False
         self.within_window: bool = False
+        self.between_steps: bool = False
         self._root_gradients: RootGradients | None = None
 
     def begin(self, module: LightningModule, replicas: ReplicaSet, step: TrainingStep) -> None:
@@ -58,6 +61,8 @@ class GradientHooks:
         self.before_backward_of_step = has_hooks(module, callbacks, BEFORE_BACKWARD)
         # Several processes meet once a window, as under DDP: each micro-batch would cost a message over the network.
         self.within_window = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_processes
+        # Where others own parameters, their bits are compared instead: see RootGradients.
+        self.between_steps = has_hooks(module, callbacks, WITHIN_WINDOW) and not step.has_other_owners
         if step.has_other_owners and has_hooks(module, callbacks, ROUND_STEP):
             self._root_gradients = RootGradients(replicas, step)
 
@@ -69,6 +74,7 @@ class GradientHooks:
     def end(self) -> None:
         """Forgets the replicas."""
         self.within_window = False
+        self.between_steps = False
         self._root_gradients = None
 
     @property

@@ -81,6 +81,10 @@ class TrainingFlow:
             # The replicas were given up just now, and the strategy has the session of one device.
             return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         self._follow_optimization()
+        # What hooks write through .data no version tells, and a step by hand, or one within a window of accumulation,
+        # is not followed by an optimizer that has all replicas get everything.
+        if session.gradient_hooks.between_steps:
+            session.replicas.state.parameters.mark_changed()
         session.memory.begin_step()
         args = session.memory.rewindable(args)
         slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)

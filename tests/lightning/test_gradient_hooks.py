@@ -170,13 +170,13 @@ KINDS = [
 ]  # fmt: skip
 
 
-def trained(kind: type[Hooked], **options: Any) -> dict[str, torch.Tensor]:
+def trained(kind: type[Hooked], num_rows: int = 21, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = kind()
     clipped = {"gradient_clip_val": 0.3} if kind in (ClipsAndIsClipped, ClipsByConfiguration) else {}
     callbacks = [*options.pop("callbacks", []), *([Halves()] if kind is ClipsAfterBackward else [])]
     trainer = make_trainer(callbacks=callbacks, max_epochs=2, **clipped, **options)
-    trainer.fit(model, make_loader(21))
+    trainer.fit(model, make_loader(num_rows))
     seen = {**model.state_dict(), **trainer.callback_metrics}
     return {name: value.detach().cpu().clone() for name, value in seen.items()}
 
@@ -194,6 +194,46 @@ def of_one_device(kind: type[Hooked]) -> dict[str, torch.Tensor]:
 def test_hooks_find_and_write_what_they_do_on_one_device(kind, num_replicas, execution, reducer) -> None:
     strategy = dpx.DPXStrategy(reducer, execution=execution)
     assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
+
+
+class TeacherFollows(Hooked):
+    """A hook between steps writes a frozen part through ``.data``, which leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+        self.student = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.student(batch[0]) + self.teacher(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for source, target in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            target.data = 0.9 * target.data + 0.1 * source.data
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.student.parameters(), lr=0.5)
+
+
+WINDOW_OF_3 = {"accumulate_grad_batches": 3}
+
+
+class TeacherFollowsByHand(TeacherFollows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "options"), [(TeacherFollows, WINDOW_OF_3), (TeacherFollowsByHand, {})], ids=str)
+def test_what_hooks_write_without_a_trace_between_steps_counts(kind: type[Hooked], options: dict[str, Any]) -> None:
+    ours = trained(kind, 53, strategy=dpx.DPXStrategy(execution="inline"), devices=2, **options)
+    assert_equal(ours, trained(kind, 53, **options))
 
 
 class GrowsLater(Callback):
