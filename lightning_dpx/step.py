@@ -431,4 +431,6 @@ def _parts_of_loss(reduction: str, weights: Weights) -> list[float]:
     # If no slice has anything to weigh, such as tokens, the loss is NaN however they are weighted;
     # rows keep the division possible.
     counts = weights.of_loss if any(weights.of_loss) else weights.rows
+    if not any(counts):
+        return [1 / len(counts)] * len(counts)  # an empty batch, whose loss is whatever the step makes of no rows
     return [count / sum(counts) for count in counts]

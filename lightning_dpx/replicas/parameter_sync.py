@@ -2,8 +2,12 @@
 
 optimizer --new values--> owners --optimizer_stepped--> all replicas         where owners are spread over devices
 anything  --writes--> replica 0 --synchronize, before the next forward--> the others
+
+A copy that gets the value which it has keeps its version: a graph that a step by hand has made before an optimizer
+stepped other parameters may still run its backward, as on one device.
 """
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +20,7 @@ from lightning_dpx.replicas.parameter_copies import ParameterCopies
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_writes import SharedWrites, UnseenWrites
 from lightning_dpx.replicas.tensor_checksums import checksums
-from lightning_dpx.torch_compat import foreach_copy_, version_counter
+from lightning_dpx.torch_compat import foreach_copy_, preserve_version_counter, version_counter
 
 # What is compared for every parameter in every step: mapped, not looped over, which takes a third of the time. Shapes
 # one by one, because lists of thousands of new tuples would start the garbage collector.
@@ -62,6 +66,7 @@ class ParameterSync:
         self._copies = self._primaries[1:]  # whose parameters become those of the root
         self._apart = tuple(replica for replica in self._copies if replica.device != self._root.device)
         self._owners: list[int] = []
+        self._of_owners: list[int] = []  # version counters of what they own, as all replicas have it
         self._flags: list[bool] = []
         self._last = _Synchronized(of_copies=[[] for _ in self._apart])
         self._parameter_copies: dict[int, ParameterCopies] = {}  # by replica
@@ -77,6 +82,7 @@ class ParameterSync:
         """The replica whose copy of each parameter the optimizer changes; replica 0 unless said otherwise."""
         # No list at all where all are replica 0: nearly every step asks whether there are others.
         self._owners = list(owners) if any(owners) else []
+        self._of_owners = []
         self._flags = [parameter.requires_grad for parameter in self._root.parameters]
 
     def optimizer_stepped(self) -> None:
@@ -88,18 +94,24 @@ class ParameterSync:
     @torch.no_grad()
     def _copy_from_owners(self) -> None:
         replicas = self._primaries
-        values = [replicas[owner].parameters[index] for index, owner in enumerate(self._owners)]
+        values = self._owned_elsewhere()
+        versions = list(map(version_counter, values))
         for replica in replicas:
             pairs = zip(replica.parameters, values, strict=True)
             # Replicas of one device have one memory, and a copy onto itself would count as a write.
             stale = [(target, value) for target, value in pairs if not _is_same_memory(target, value)]
             if stale:
                 targets, sources = zip(*stale, strict=True)
-                foreach_copy_(targets, sources, non_blocking=True)
+                with preserve_version_counter(_unmoved(replica.parameters, self._of_owners, versions)):
+                    foreach_copy_(targets, sources, non_blocking=True)
         # What was copied is no change to be sent once more before the next forward.
         owned = self._root.parameters
         self._note(owned, list(map(version_counter, owned)))
         self.unseen.begin(owned)
+
+    def _owned_elsewhere(self) -> list[nn.Parameter]:
+        """Every parameter's copy on its owner; nothing where all owners are replica 0."""
+        return [self._primaries[owner].parameters[index] for index, owner in enumerate(self._owners)]
 
     def follow_root(self) -> None:
         """A step or hooks may have written the user's parameters: other owners get the values before they step."""
@@ -136,10 +148,13 @@ class ParameterSync:
         last = self._last
         changed = self._is_changed or versions != last.versions or owned is not last.parameters
         self._follow_structure(owned)
+        before = last.versions if owned is last.parameters else []
         for replica, left in zip(self._apart, last.of_copies, strict=True):
+            found = _versions(replica)
             # A write to a copy counts with the copy alone, and must not last.
-            if changed or _versions(replica) != left:
-                self._copy_parameters(owned, replica)
+            if changed or found != left:
+                with preserve_version_counter(_unmoved(replica.parameters, before, versions, left, found)):
+                    self._copy_parameters(owned, replica)
         self._note(owned, versions)
         if changed or not self.unseen.has_begun:
             self.unseen.begin(owned)
@@ -150,6 +165,7 @@ class ParameterSync:
         self._last.parameters = owned
         self._last.versions = versions
         self._last.of_copies = [_versions(replica) for replica in self._apart]
+        self._of_owners = list(map(version_counter, self._owned_elsewhere()))
         self._is_changed = False
 
     def _follow_structure(self, owned: list[nn.Parameter]) -> None:
@@ -275,6 +291,30 @@ def check_names(root: Replica, replica: Replica) -> None:
         f"The parameters of the module are not those of its replicas ({'; '.join(changes) or 'another order'}). "
         "Change the module before fit (configure_model)."
     )
+
+
+def _unmoved(
+    targets: Sequence[nn.Parameter],
+    before: list[int],
+    now: list[int],
+    left: list[int] | None = None,
+    found: list[int] | None = None,
+) -> tuple[nn.Parameter, ...]:
+    """Those of the targets whose sources have the version that they had, and which nothing else has written.
+
+    Args:
+        targets: What is copied to.
+        before: Version counters of the sources at the last copy; empty where nothing is known.
+        now: Their version counters.
+        left: Version counters of the targets after the last copy; not asked for unless given.
+        found: Their version counters.
+    """
+    if len(before) != len(now):
+        return ()
+    kept = list(map(operator.eq, before, now))
+    if left is not None and found is not None:
+        kept = list(map(operator.and_, kept, map(operator.eq, left, found)))
+    return tuple(itertools.compress(targets, kept))
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -43,6 +43,7 @@ from lightning_dpx.replicas import (
 )
 from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
+from lightning_dpx.torch_compat import preserve_version_counter, version_counter
 
 
 class ManualOptimization:
@@ -77,6 +78,7 @@ class ManualOptimization:
         self._loss: Any = None  # of the backward that is under way, as on_before_backward got it
         self._names = _names_of(replicas)
         self._numbers: dict[int, int] = {}
+        self._versions: list[int] = []  # of the first active replica's parameters, as all have them
 
     def follow_replicas(self) -> None:
         """The replicas were made anew: nothing is known of their gradients, which only the owners have."""
@@ -121,6 +123,7 @@ class ManualOptimization:
             return
         shared = self._shared_objects()
         self._restarts.begin(shared)
+        self._note_versions()
         self.gradients.before_adding = self._restarts.before_adding
         self._numbers = _numbered(shared)
         # From here on they ask the view of whichever replica calls them.
@@ -346,10 +349,19 @@ class ManualOptimization:
         present: set[int] = set()
         for replica in self.active:
             present.update(map(id, replica.parameters))
-        for owner, source in zip(self.step.owner_parameters, self.active[0].parameters, strict=True):
+        pairs: list[tuple[Tensor, Tensor]] = []
+        unwritten: list[Tensor] = []
+        columns = zip(self.step.owner_parameters, self.active[0].parameters, self._versions, strict=True)
+        for owner, source, version in columns:
             # Replicas of one device share storage, and a copy onto itself would count as a write.
             if id(owner) not in present and owner.data_ptr() != source.data_ptr():
-                owner.copy_(source)
+                pairs.append((owner, source))
+                if version_counter(source) == version:
+                    unwritten.append(owner)
+        # What the owner then passes on is news to the graphs of this step only where it was written.
+        with preserve_version_counter(tuple(unwritten)):
+            for target, value in pairs:
+                target.copy_(value)
 
     def _commit(self) -> None:
         """What the first replica wrote into the groups of optimizers counts."""
@@ -372,8 +384,13 @@ class ManualOptimization:
                 self.gradients.follow_all(self.active)
             else:
                 self.gradients.follow(self.active, marks)
+        self._note_versions()
         for view in self.views:
             view.refresh()
+
+    def _note_versions(self) -> None:
+        """All have the same values now; what the step writes from here on has other versions."""
+        self._versions = list(map(version_counter, self.active[0].parameters))
 
     def _shared_objects(self) -> list[Any]:
         """Optimizers, schedulers and the scaler of this fit, and the optimizers that the module holds beside them."""

@@ -162,6 +162,27 @@ class GAN(Manual):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
+class StepsAnotherBeforeBackward(Manual):
+    """As actors and critics do: a graph is there while an optimizer steps what is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        actor, critic = self.optimizers()
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        critic.zero_grad()
+        self.manual_backward(self.critic(batch[0]).square().mean())
+        critic.step()
+        actor.zero_grad()
+        self.manual_backward(loss)
+        actor.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
+
+
 def trained(kind: type[Manual], num_rows: int = 53, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model, loader = kind(), make_loader(num_rows)
@@ -177,6 +198,35 @@ def test_steps_by_hand_train_to_the_weights_of_one_device(kind, execution, recwa
     ours = trained(kind, strategy=dpx.DPXStrategy(execution=execution), devices=3)
     assert not any("whole" in str(warning.message) for warning in recwarn)
     assert_equal(ours, trained(kind))
+
+
+@pytest.mark.parametrize("reducer", ["auto", "colocate"])
+def test_a_graph_outlives_the_step_of_what_is_no_part_of_it(reducer: str, execution: str, recwarn: Any) -> None:
+    kind = StepsAnotherBeforeBackward
+    ours = trained(kind, strategy=dpx.DPXStrategy(reducer, execution=execution), devices=3)
+    assert not any("whole" in str(warning.message) for warning in recwarn)
+    assert_equal(ours, trained(kind))
+
+
+class SumsRows(Manual):
+    """Has a loss of no rows, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().sum())
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `Tensor` across ranks is zero")
+def test_an_empty_batch_is_stepped_by_hand(execution: str) -> None:
+    def fit(**options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = SumsRows()
+        make_trainer(**options).fit(model, [torch.randn(num_rows, 8) for num_rows in (6, 0, 5)])
+        return model.state_dict()
+
+    assert_equal(fit(strategy=dpx.DPXStrategy(execution=execution), devices=2), fit())
 
 
 def test_gradients_that_wait_on_the_replicas_reach_a_step_that_one_replica_takes(execution) -> None:
