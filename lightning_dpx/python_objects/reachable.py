@@ -7,6 +7,7 @@ milliseconds.
 """
 
 import functools
+import sys
 import types
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
@@ -272,6 +273,27 @@ def places_of_code(module: nn.Module) -> list[Place]:
                     if isinstance(space[name], type | types.FunctionType):
                         waiting.append(space[name])
     return _with_paths_of_their_own([place for place in found.values() if _is_data(place)])
+
+
+def globals_of_code(module: nn.Module, places: Collection[Place]) -> list[dict[str, Any]]:
+    """The globals of the files that the user's classes and what their code names are in, as far as they are own code.
+
+    A step may make a global that is not there yet, so that no place of :func:`places_of_code` tells of it.
+
+    Args:
+        module: Whose classes, and those of what it holds, are looked at.
+        places: Those of :func:`places_of_code`.
+    """
+    packages = _packages_of(module)
+    spaces: dict[int, dict[str, Any]] = {}
+    for kind in [*_classes_of(module), *classes_of_held(module)]:
+        file = sys.modules.get(kind.__module__)
+        if file is not None and is_followed(kind.__module__, packages):
+            spaces[id(vars(file))] = vars(file)
+    for _, space, _ in places:
+        if isinstance(space, dict):
+            spaces[id(space)] = space
+    return list(spaces.values())
 
 
 def _with_paths_of_their_own(places: list[Place]) -> list[Place]:

@@ -7,6 +7,7 @@ callbacks and data sets, which may hold very much, only as far as a few thousand
 """
 
 import copy
+import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,12 @@ from lightning_dpx.lightning.lightning_compat import active_loop, combined_loade
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
-from lightning_dpx.python_objects.reachable import classes_of_held, places_of_code, reachable
+from lightning_dpx.python_objects.reachable import (
+    classes_of_held,
+    globals_of_code,
+    places_of_code,
+    reachable,
+)
 from lightning_dpx.torch_compat import version_counter
 from lightning_dpx.units import MIB
 
@@ -30,6 +36,7 @@ _DEEPEST_NOTE = 4
 _MOST_PARTS = 64  # of one data set that are data sets
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _MISSING = object()
 
 
@@ -132,6 +139,31 @@ class _Named:
             self._content.restore()
 
 
+class _Globals:
+    """Which names the globals of a file have.
+
+    Args:
+        space: The globals.
+    """
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        self._space = space
+        self._names = set(space)
+
+    def restore(self) -> None:
+        """Takes away what was made since: a step that looks whether it is there would find that of a rehearsal."""
+        for name, _ in list(self.new_values()):
+            del self._space[name]
+
+    def new_values(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of what was made since."""
+        for name in [name for name in self._space if name not in self._names]:
+            value = self._space[name]
+            # Parts of packages are bound as they are imported, and never again.
+            if not isinstance(value, _CODE):
+                yield name, value
+
+
 class _Tensor:
     """What a tensor held."""
 
@@ -214,7 +246,9 @@ class Surroundings:
         self._objects = _objects_of(trainer, module)
         self._attributes = [Attributes(owner) for owner in self._objects.values()]
         self._notes = _Notes(trainer)
-        self._named = {path: _Named(space, key) for path, space, key in places_of_code(module)}
+        places = places_of_code(module)
+        self._named = {path: _Named(space, key) for path, space, key in places}
+        self._globals = [_Globals(space) for space in globals_of_code(module, places)]
         # In order and once each: many submodules are of one class.
         classes = dict.fromkeys([*(type(child) for child in module.modules()), *classes_of_held(module)])
         of_code = ObjectState((), copies=True, classes=classes, only_own=True)
@@ -228,6 +262,8 @@ class Surroundings:
         self._notes.restore()
         for named in self._named.values():
             named.restore()
+        for space in self._globals:
+            space.restore()
         for reached in self._reached:
             reached.restore()
 
@@ -239,6 +275,8 @@ class Surroundings:
         for path, named in self._named.items():
             if named.value is not _MISSING:
                 yield path, named.value
+        for space in self._globals:
+            yield from space.new_values()
 
 
 def _can_be_kept(tensor: torch.Tensor) -> bool:

@@ -67,6 +67,25 @@ def test_callbacks_classes_and_globals_are_what_they_were() -> None:
     assert (Totals.rows, Totals.largest) == (0, {})
 
 
+class MakesAGlobal(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        global center
+        if "center" not in globals():
+            center = rows.mean(0)
+        return rows - center
+
+
+def test_a_global_that_a_step_makes_is_seen_and_taken_away() -> None:
+    trainer: Any = make_trainer()
+    module = MakesAGlobal()
+    surroundings = Surroundings(trainer, module)
+    assert "center" not in dict(surroundings.values())
+    module(torch.ones(2, 3))
+    assert torch.equal(dict(surroundings.values())["center"], torch.ones(3))
+    surroundings.restore()
+    assert "center" not in globals()
+
+
 def test_what_a_step_keeps_on_its_trainer_is_seen_and_put_back() -> None:
     trainer: Any = make_trainer(callbacks=[Counts()])
     losses = trainer.losses = [torch.ones(1)]
