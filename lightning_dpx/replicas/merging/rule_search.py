@@ -157,7 +157,9 @@ class Search:
         # Also where the attributes are alike: those of other rows may differ, each by a rule of its own.
         if members_of(whole) is not None:
             return self._children(whole, parts, path)
-        if all(is_same_object(whole, part, self.tolerance) for part in parts):
+        # Iterators tell nothing of what they will give, which is of the rows of a slice.
+        is_alike = not isinstance(whole, Iterator)
+        if is_alike and all(is_same_object(whole, part, self.tolerance) for part in parts):
             return [Finding(path=path, rules=(Rule(kind="equal"),))]
         return [self._unlike(path, whole, parts)]
 

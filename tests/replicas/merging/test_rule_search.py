@@ -139,6 +139,7 @@ def test_a_small_whole_number_that_adds_up_may_count_what_differs(count: Any) ->
         ({"a": 1}, [{"b": 1}, {"c": 1}]),
         (np.array([["a", ""], ["b", ""], ["c", "d"]]), [np.array([["a"], ["b"]]), np.array([["c", "d"]])]),
         (np.array(["a", "b"]), [np.array(["a"]), np.array([["b", "c"]])]),
+        (zip("ab", "cd", strict=True), [zip("a", "c", strict=True), zip("b", "d", strict=True)]),
     ],
 )
 def test_what_no_rule_reproduces_has_none(whole: Any, parts: list[Any]) -> None:
