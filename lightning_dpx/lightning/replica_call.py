@@ -94,7 +94,7 @@ class ReplicaCall:
         if self._changes_settings_once:
             session.settings.begin_slice()
         if self._draws is not None:
-            self._draws.begin_slice()
+            self._draws.begin_slice(batch_slice.replica.device)
         # Outside of logged_once(), as in a second pass, what is logged is dropped with this object.
         log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
         recording = _NOTHING if self._logs_at_once else log.recording(module)  # type: ignore[arg-type]
@@ -124,7 +124,8 @@ class ReplicaCall:
     def share_draws(self, rules: MergeRules) -> None:
         """What one device draws once for a batch, all slices draw alike, as far as it is known."""
         if rules.draws_once:
-            self._draws = BatchDraws(rules.draws_once, self._session.replicas.traits.draws.generators)
+            replicas = self._session.replicas
+            self._draws = BatchDraws(rules.draws_once, replicas.traits.draws.generators, replicas.root.device)
 
     @contextmanager
     def logged_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:

@@ -14,6 +14,7 @@ from lightning_dpx.replicas.draws import (
     Source,
     StepDraws,
     ThreadDraws,
+    drawn_on_devices,
     drawn_once,
     draws_both_ways,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "Source",
     "StepDraws",
     "ThreadDraws",
+    "drawn_on_devices",
     "drawn_once",
     "draws_both_ways",
     "BatchSlicer",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dpx.devices import RandomStates, host_random_state
+from lightning_dpx.devices import RandomStates, host_random_state, is_host
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators, put_back, same_state, state_of
 from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
 from lightning_dpx.replicas.same_draws import has_dropout_off
@@ -107,22 +107,25 @@ class ThreadDraws(TorchDispatchMode):
         return result
 
 
-Source = Literal["torch", "others"]  # the host's generator of PyTorch; those of Python and NumPy, and of modules
+# The host's generator of PyTorch; those of Python and NumPy, and of modules; those of devices beside the host.
+Source = Literal["torch", "others", "devices"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepDraws:
-    """What one call of a step has drawn from generators of the host.
+    """What one call of a step has drawn.
 
     Attributes:
         before: Where they were.
         after: Where it has left them.
-        of_torch: How many numbers each draw from PyTorch's had.
+        of_torch: How many numbers each draw from PyTorch's generator of the host had.
+        of_devices: How many each draw from the generator of another device had.
     """
 
     before: GeneratorStates
     after: GeneratorStates
     of_torch: tuple[int, ...]
+    of_devices: tuple[int, ...] = ()
 
 
 def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
@@ -141,6 +144,19 @@ def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
         is_once = not any(call.after.differs_outside_torch(calls[0].after) for call in calls)
         (once if is_once else by_rows).add("others")
     return once, by_rows
+
+
+def drawn_on_devices(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
+    """As :func:`drawn_once`, of the generators of devices beside the host, each of which has its own.
+
+    Args:
+        calls: As there.
+    """
+    if not any(call.of_devices for call in calls):
+        return set(), set()
+    is_once = len({call.of_devices for call in calls}) == 1
+    found: set[Source] = {"devices"}
+    return (found, set()) if is_once else (set(), found)
 
 
 def draws_both_ways(calls: Sequence[StepDraws]) -> bool:
@@ -164,15 +180,22 @@ class BatchDraws:
     Args:
         sources: From which.
         generators: Those that the module holds, and globals.
+        root: The first replica's device, which draws for a batch what one device would.
     """
 
-    def __init__(self, sources: set[Source], generators: Sequence[Any]) -> None:
+    def __init__(self, sources: set[Source], generators: Sequence[Any], root: torch.device) -> None:
         self._sources = sources
         self._generators = generators
         self._put_back: list[Callable[[], None]] = []
+        # Now, as slices on other devices may run at once.
+        self._of_root: torch.Tensor | None = None
+        if "devices" in sources and not is_host(root):
+            self._of_root = torch.get_device_module(root).get_rng_state(root)
 
-    def begin_slice(self) -> None:
-        """One slice begins, those before it are over."""
+    def begin_slice(self, device: torch.device) -> None:
+        """One slice begins, on this device; those before it are over, but on other devices."""
+        if self._of_root is not None and not is_host(device):
+            torch.get_device_module(device).set_rng_state(self._of_root, device)
         # The first slice finds nothing to put back; it begins where the batch does.
         for restore in self._put_back:
             restore()

@@ -97,6 +97,7 @@ class SameDraws(TorchDispatchMode):
             rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
         on_host: How many numbers each draw from the host's generator had.
+        on_devices: How many each draw from the generator of another device had.
         dtypes: What the results of its operators are made of.
     """
 
@@ -105,6 +106,7 @@ class SameDraws(TorchDispatchMode):
         self._shared = shared
         self.draws: list[int] = []
         self.on_host: list[int] = []
+        self.on_devices: list[int] = []
         self.left_alone: dict[str, None] = {}
         self.dtypes: set[torch.dtype] = set()
 
@@ -148,7 +150,9 @@ class SameDraws(TorchDispatchMode):
 
     def _note_draw(self, drawn: Iterable[Any]) -> None:
         tensors = [leaf for leaf in drawn if isinstance(leaf, torch.Tensor)]
-        self.on_host += [tensor.numel() for tensor in tensors if is_host(tensor.device)]
+        for tensor in tensors:
+            drawn = self.on_host if is_host(tensor.device) else self.on_devices
+            drawn.append(tensor.numel())
 
     @property
     def drew(self) -> bool:

@@ -255,6 +255,27 @@ def test_what_a_step_draws_for_its_batch_is_drawn_once(execution: str, num_repli
     assert ours[1:] == pytest.approx(one[1:])
 
 
+class ScalesOnItsDevice(Classifier):
+    """Draws a number for its batch from the generator of its device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scale = torch.rand((), device=self.device)
+        return F.cross_entropy(self.net(batch[0] * scale), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*draws random numbers on the CPU")
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_what_a_device_draws_for_its_batch_is_that_of_the_first(execution: str, num_replicas: int) -> None:
+    def trained(devices: int) -> dict[str, torch.Tensor]:
+        seed_everything(3, verbose=False)
+        model = ScalesOnItsDevice()
+        trainer = make_trainer(strategy=DPXStrategy(execution=execution), devices=devices)
+        trainer.fit(model, make_loader(53), make_loader(53))
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    assert_equal(trained(num_replicas), trained(1))
+
+
 class MixesOnce(Classifier):
     """Scales its batch by a number that is drawn once, beside a dropout or by hand."""
 

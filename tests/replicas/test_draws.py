@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.preserve import GeneratorStates
-from lightning_dpx.replicas.draws import BatchDraws, DrawWatch, StepDraws, ThreadDraws, drawn_once
+from lightning_dpx.replicas.draws import BatchDraws, DrawWatch, StepDraws, ThreadDraws, drawn_on_devices, drawn_once
 
 
 class Draws(nn.Module):
@@ -82,6 +82,16 @@ def test_what_is_drawn_for_a_batch_is_told_from_what_is_drawn_for_rows() -> None
     assert drawn_once([call(lambda: None), call(lambda: None)]) == (set(), set())
 
 
+def test_draws_of_devices_are_told_apart_from_those_of_the_host() -> None:
+    def of_devices(*numbers: int) -> StepDraws:
+        return StepDraws(GeneratorStates(), GeneratorStates(), (), numbers)
+
+    assert drawn_on_devices([of_devices(1, 4), of_devices(1, 4)]) == ({"devices"}, set())
+    assert drawn_on_devices([of_devices(1, 20), of_devices(1, 12)]) == (set(), {"devices"})
+    assert drawn_on_devices([of_devices(), of_devices()]) == (set(), set())
+    assert drawn_once([of_devices(1), of_devices(1)]) == (set(), set())
+
+
 def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:
     random.seed(3)
     torch.manual_seed(3)
@@ -89,7 +99,7 @@ def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:
     random.seed(3)
     torch.manual_seed(3)
     for numbers in expected:
-        batch = BatchDraws({"torch", "others"}, [])
+        batch = BatchDraws({"torch", "others"}, [], torch.device("cpu"))
         for _ in range(3):
-            batch.begin_slice()
+            batch.begin_slice(torch.device("cpu"))
             assert (random.random(), float(torch.rand(()))) == numbers

@@ -93,7 +93,7 @@ class RunDraws:
         self.start.restore()
         with mode, as_rank(_drawing_apart(current_rank(), self.start)):
             yield
-        self.of_steps.append(StepDraws(self.start, self.start.again(), tuple(mode.on_host)))
+        self.of_steps.append(StepDraws(self.start, self.start.again(), tuple(mode.on_host), tuple(mode.on_devices)))
 
     def end(self) -> None:
         """The run has ended, and its generators are where it has left them."""

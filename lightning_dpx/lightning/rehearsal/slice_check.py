@@ -26,7 +26,7 @@ from lightning_dpx.lightning.rehearsal.outcome import Outcome, SlicesFail
 from lightning_dpx.lightning.rehearsal.second_steps import SecondSteps
 from lightning_dpx.lightning.rehearsal.whole_run import NUDGES
 from lightning_dpx.python_objects.overrides import overridden
-from lightning_dpx.replicas import drawn_once, draws_both_ways
+from lightning_dpx.replicas import drawn_on_devices, drawn_once, draws_both_ways
 from lightning_dpx.replicas.merging.tolerance import Tolerance, difference
 
 # Times what a handful of roundings comes to. Nearly all steps are nearer to one device, and cost no further run.
@@ -116,9 +116,12 @@ class SliceCheck:
         """What a step draws, and what of it once for its batch."""
         whole = self._whole
         if not self._step.by_hand:  # whose slices take turns, and draw in between
-            once, by_rows = drawn_once([*whole.draws.of_steps, *sliced.draws.of_steps])
-            judge.draws_once = once
-            judge.draws_by_rows = by_rows
+            calls = [*whole.draws.of_steps, *sliced.draws.of_steps]
+            once, by_rows = drawn_once(calls)
+            # Beside the host every device has a generator of its own: threads do not wait for one another's.
+            once_there, by_rows_there = drawn_on_devices(calls)
+            judge.draws_once = once | once_there
+            judge.draws_by_rows = by_rows | by_rows_there
         # A step that draws for the first time later on is checked again, so any draw counts here.
         judge.draws = whole.draws.drew or bool(judge.draws_once or judge.draws_by_rows or whole.draws.left_alone)
 
