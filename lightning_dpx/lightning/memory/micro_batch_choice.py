@@ -8,6 +8,7 @@ The rehearsal of micro-batches is that of replicas: slices of unequal size besid
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -241,20 +242,25 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(module, profile, planner, budget)
 
+        whole = parts.of_rows(parts.rows, accumulates=False)
         try:
             _plan, choice = plan_in_micro_batches(
                 parts.rows,
                 parts.of_rows,
                 plan_of,
-                room,
+                # All micro-batches together leave as much as one piece does.
+                max(1, room - whole.left),
+                whole,
                 seconds_each=seconds_of_a_micro_batch(batch_slice.replica.device),
-                beside=beside,
+                beside=replace(beside, left=whole.left),
                 # A difference below what predictions are sure of is no reason to cut a step.
                 margin=timing_effort.uncertainty(),
                 runs_twice=session.end_hook("training_step") is not None,
                 profile_if=parts.of_rows_if,
             )
         except BudgetError as error:
+            if error.smallest is not None:
+                error.smallest += whole.left
             for why in parts.failed[-1:]:
                 error.add_note(f"More micro-batches might need less, but {why}.")
             raise
@@ -269,9 +275,10 @@ class MicroBatchChooser:
         if whole is None:
             return None
         try:
-            self._planning.cache.plan_profile(session.replicas.root.module, whole, planner, room)
+            self._planning.cache.plan_profile(session.replicas.root.module, whole, planner, max(1, room - whole.left))
         except BudgetError as error:
-            return error.smallest
+            if error.smallest is not None:
+                return error.smallest + whole.left
         return None
 
     def stay_whole(self, reason: str) -> None:

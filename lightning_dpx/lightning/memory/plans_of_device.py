@@ -1,10 +1,12 @@
 """The plans of one device: the steps that were seen there, what it has room for, and what the planner makes of both."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.memory.batch_shapes import most_demanding
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
@@ -66,6 +68,8 @@ def plans_of_device(
     # With shifts there are two: where the replica is, and where its shifted parts run.
     limits = [budgets.limit(device, replicas.devices) for device in devices]
     free = [rooms.room(device, static, limit) for device, limit in zip(devices, limits, strict=True)]
+    if before is None or is_host(devices[0]):
+        free = _beside_what_is_left(free, steps, _times_left(replicas, static.slices, devices[0]))
     held = [limit - room for limit, room in zip(limits, free, strict=True)]
     # Every plan is forecast for all of these, so planning would take longer
     # with each new shape of batch.
@@ -93,6 +97,26 @@ def plans_of_device(
     plans = _in_micro_batches(shared.plans, replicas, largest, micro_batches, steps[shared.worst[0]].profiles[0])
     counted = tuple(map(static.counted_gradients, devices))
     return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held), counted)
+
+
+def _beside_what_is_left(free: list[int], steps: list[SeenStep], number: int) -> list[int]:
+    """What is free once ``number`` steps have left what they keep, each its own.
+
+    Later plans of an accelerator find that among what is allocated by then; on the host nothing tells of it.
+    """
+    found = []
+    for index, room in enumerate(free):
+        left = number * max(step.profiles[index].left for step in steps)
+        # A plan for next to nothing is refused with what the step needs, which tells more than a lack of room.
+        found.append(max(1, room - left))
+    return found
+
+
+def _times_left(replicas: ReplicaSet, slices: Sequence[BatchSlice], home: torch.device) -> int:
+    """How often what a slice's step leaves is there, where replicas are on ``home``."""
+    here = [one.replica for one in slices if one.replica.device == home]
+    # Every other replica is to begin its next step with what the first one has left, of which it holds a copy.
+    return len(here) + sum(replica is not replicas.root for replica in here)
 
 
 def _in_micro_batches(

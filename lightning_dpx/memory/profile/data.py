@@ -257,6 +257,7 @@ class Profile:
         called: How often each module is called with gradients, by path; empty where calls were not counted.
         returned: Bytes of the memory of what the step returns beside its loss.
         merged: Bytes of the tensors in that, made anew.
+        left: Bytes that are there after the step and were not before, beside gradients and buffers.
     """
 
     values: tuple[SavedValue, ...]
@@ -285,6 +286,7 @@ class Profile:
     called: tuple[tuple[str, int], ...] = ()
     returned: int = 0
     merged: int = 0
+    left: int = 0
 
     @property
     def peak(self) -> int:

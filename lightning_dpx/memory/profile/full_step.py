@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch.nn.parameter import is_lazy
+
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
@@ -17,6 +20,7 @@ from lightning_dpx.memory.profile.lifetimes import Lifetimes
 from lightning_dpx.memory.profile.profiled_step import NO_LOSS, ProfiledStep
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.torch_compat import with_memory_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ def full_step(step: ProfiledStep, names: CallNames, lifetimes: Lifetimes, counts
         called=tuple(sorted(counts.found.pop())),
         returned=course.returned[0],
         merged=course.returned[1],
+        left=_left(step, trace, gradients),
     )
 
 
@@ -140,6 +145,21 @@ def _run_with_everything_kept(
         end=trace.now,
         returned=returned,
     )
+
+
+def _left(step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemory) -> int:
+    """Bytes that the step has made and that outlast it, such as what a module keeps of its last call."""
+    # What a step by hand leaves is its optimizers', which are counted with their states. A run that holds no output
+    # holds something in place of those of other slices, which no step leaves.
+    if step.by_hand or not isinstance(step.run, HeldOutput):
+        return 0
+    counted = set(gradients.allocations)
+    for buffer in step.module.buffers():
+        # One that is replaced takes the place of another, and buffers are counted by themselves.
+        for tensor in [] if is_lazy(buffer) else with_memory_in(buffer):
+            if tensor.layout is torch.strided:
+                counted.add(id(trace.allocation_of(tensor.untyped_storage())))
+    return sum(one.num_bytes for one in trace.allocations if one.died is None and id(one) not in counted)
 
 
 def _storages(

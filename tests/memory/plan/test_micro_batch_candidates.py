@@ -354,6 +354,12 @@ def test_buffers_that_are_kept_anyway_count_once_less() -> None:
     assert BesideActivations(gradients=5, buffers=8, keeps_buffers=False).of(1) == 0
 
 
+def test_what_steps_leave_is_copied_for_all_micro_batches_but_the_first() -> None:
+    beside = BesideActivations(left=800)
+    assert [beside.of(number) for number in (1, 2, 4)] == [0, 400, 600]
+    assert "600 bytes of copies" in beside.describe(4)
+
+
 def test_one_piece_is_taken_where_it_takes_nearly_as_long() -> None:
     candidates = candidates_of(profiles(8.0), budget(0.5))
     fastest = choose_micro_batches(candidates, planned)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_dpx.memory import profile_module
+from lightning_dpx.memory import profile_module, profile_step
+from lightning_dpx.memory.profile.held_output import HeldOutput
 
 
 class Doubled(nn.Module):
@@ -50,3 +51,26 @@ def test_a_whole_chain_that_dies_in_the_forward_is_dropped_for_nothing() -> None
     dead = {value.name: value for value in profile.values if value.name in names}
     assert sorted(dead) == names
     assert not any(value.refused or value.seconds for value in dead.values())
+
+
+class _Remembers(nn.Module):
+    """Leaves a tensor on itself, and puts another buffer in the place of the one that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.last: Tensor | None = None
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found = self.layer(rows).tanh()
+        self.last = found.detach()
+        self.mean = self.mean * 0.9 + self.last.mean(0)
+        return found.square().mean()
+
+
+def test_what_a_step_leaves_on_its_module_is_told_and_buffers_are_counted_elsewhere() -> None:
+    module = _Remembers()
+    rows = torch.randn(32, 64)
+    step = HeldOutput(lambda: module(rows), lambda loss: loss)
+    assert profile_step(module, step, torch.device("cpu")).left == 32 * 64 * 4

@@ -47,3 +47,9 @@ def test_steps_that_differ_are_taken_in_proportion_to_the_larger_but_for_their_t
     assert found.step_seconds == pytest.approx(0.017), "an empty batch would take 0.001"
     assert found == scaled(more, 8, found.step_seconds / more.step_seconds)
     assert found.curve == scaled(more, 8).curve
+
+
+def test_what_a_step_leaves_is_on_the_line_or_in_proportion() -> None:
+    few, more = replace(dropout_on(32), left=40), replace(dropout_on(64), left=60)
+    assert extrapolate(few, more, (32, 64), 128).left == 100
+    assert scaled(more, 2).left == 120
