@@ -16,6 +16,7 @@ assumed, and ``torch.autocast`` of an absent device does nothing.
 """
 
 import gc
+import logging
 import traceback
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -130,7 +131,7 @@ def faked(
     numbers = numbers and is_host(here)
     costs = FakeCosts(mode, here, target, numbers=numbers)
     fakes = _Fakes(mode, here, numbers=numbers, sharded=sharded)
-    with _put_back(module), mode:
+    with _put_back(module), _untold(), mode:
         # All are found before any is replaced, so that the walk meets no fakes.
         tensors: list[tuple[nn.Module, str, torch.Tensor]] = []
         for child in module.modules():
@@ -149,6 +150,21 @@ def faked(
     # Fakes that only cycles hold have been left by nothing, and would be told of below.
     gc.collect()
     _warn_of(costs.left_behind)
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """In here torch logs no traceback of an operator that fakes cannot run: what is done instead is told anyway."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_is_no_failed_fake)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_failed_fake)
+
+
+def _is_no_failed_fake(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
 
 
 def _warn_of(left_behind: int) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import lightning_dpx as dpx
+from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.execute.calls import Call, repeating
@@ -79,7 +80,7 @@ def reasons(module: nn.Module, x: Tensor) -> set[str]:
 
 def allocated_peak(module: nn.Module, x: Tensor) -> int:
     """By the allocator's account, which knows of the generators' states that calls keep."""
-    run = loss_of(module, x)
+    run = loss_of(module, Inputs((x,), {}))
     module.zero_grad(set_to_none=True)
     return peak_of_passing(lambda: run().backward())
 

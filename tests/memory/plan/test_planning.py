@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dpx as dpx
+from lightning_dpx.activations import Inputs
 from lightning_dpx.bench import STAGED_MODELS
 from lightning_dpx.bench.staged import Chain
 from lightning_dpx.memory import (
@@ -40,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def measured_peak(module: nn.Module, x: Tensor, device: torch.device = CPU) -> int:
-    run = loss_of(module, x)
+    run = loss_of(module, Inputs((x,), {}))
     module.zero_grad(set_to_none=True)
     trace = MemoryTrace(device)
     with trace:
@@ -443,7 +444,7 @@ def test_the_headline_of_the_paper_in_bytes_and_flops() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(150)))
     x = torch.randn(2, 3, 16, 16)
-    run = loss_of(module, x)
+    run = loss_of(module, Inputs((x,), {}))
 
     def flops() -> int:
         with FlopCounterMode(display=False) as counter:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dpx as dpx
+from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import plan_profile, profile_module
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
@@ -69,7 +70,7 @@ def made(*, by_hand: bool = False) -> tuple[nn.Module, Tensor]:
 
 
 def peak(module: nn.Module, x: Tensor) -> int:
-    run = loss_of(module, x)
+    run = loss_of(module, Inputs((x,), {}))
     run().backward()
     module.zero_grad()
     return peak_of_passing(lambda: run().backward())
@@ -80,10 +81,12 @@ def test_a_budget_near_that_of_checkpointed_blocks_is_reached() -> None:
     plain, by_hand = peak(*made()), peak(*made(by_hand=True))
     assert by_hand < 0.7 * plain
     module, x = made()
-    expected = torch.autograd.grad(loss_of(module, x)(), list(module.parameters()))
+    expected = torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters()))
     plan = dpx.search_plan(module, x, budget=int(1.1 * by_hand))
     dpx.apply_plan(module, plan)
-    assert all(map(torch.equal, expected, torch.autograd.grad(loss_of(module, x)(), list(module.parameters()))))
+    assert all(
+        map(torch.equal, expected, torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters())))
+    )
     assert peak(module, x) <= 1.1 * by_hand
     times = [decision.seconds for decision in plan.decisions if decision.action == "replay"]
     assert times
@@ -95,10 +98,12 @@ def test_calls_that_save_nothing_but_small_tensors_are_replayed() -> None:
     module, x = Cells(), torch.randn(ROWS, TURNS, WIDTH)
     plain, by_hand = peak(module, x), peak(Cells(by_hand=True), x)
     assert by_hand < plain
-    expected = torch.autograd.grad(loss_of(module, x)(), list(module.parameters()))
+    expected = torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters()))
     plan = dpx.search_plan(module, x, budget=by_hand)
     dpx.apply_plan(module, plan)
-    assert all(map(torch.equal, expected, torch.autograd.grad(loss_of(module, x)(), list(module.parameters()))))
+    assert all(
+        map(torch.equal, expected, torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters())))
+    )
     assert plan.peak is not None
     assert plan.peak <= by_hand
     assert peak(module, x) <= min(by_hand, 1.01 * plan.peak)

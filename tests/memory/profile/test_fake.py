@@ -1,6 +1,7 @@
 """A step on fake tensors has the sizes, the lifetimes and the recipes of the real one, and leaves nothing behind."""
 
 import copy
+import logging
 import resource
 from collections.abc import Callable
 from functools import cache, partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_dpx as dpx
+from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.staged import STAGED_MODELS, Chain
 from lightning_dpx.memory import Profile, plan_profile, profile_module, summary
 from lightning_dpx.memory.module_step import loss_of
@@ -200,7 +202,7 @@ class Caches(LightningModule):
 def test_nothing_is_changed() -> None:
     torch.manual_seed(0)
     module, x = Caches(), torch.randn(128, 64)
-    loss_of(module, x)().backward()
+    loss_of(module, Inputs((x,), {}))().backward()
     module.table = None
     del module.mask
     module.seen.clear()
@@ -217,7 +219,7 @@ def test_nothing_is_changed() -> None:
     assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
-    loss_of(module, x)().backward()
+    loss_of(module, Inputs((x,), {}))().backward()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", *([] if SIMULATED else ["sim:1"])])
@@ -347,3 +349,29 @@ def test_a_bad_device_is_refused(device: Any) -> None:
 def test_the_meta_device_needs_to_know_what_for() -> None:
     with pytest.raises(dpx.PlanError, match='nothing can run; give device="cuda"'):
         dpx.search_plan(nn.Linear(64, 64, device="meta"), torch.ones(64, 64, device="meta"))
+
+
+class Routed(nn.Module):
+    """Rows (12, 8) to (12, 8), by two experts; on fakes their product wants numbers of fewer digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(rows, self.experts, offs=torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32))
+
+
+def test_what_fakes_cannot_run_is_told_once_and_not_in_the_log_of_torch() -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    heard: list[str] = []
+    hears = logging.Handler()
+    hears.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(hears)
+    try:
+        with pytest.warns(UserWarning, match="rows"):
+            profile_module(Routed(), torch.randn(96, 8), device="cpu")
+    finally:
+        log.removeHandler(hears)
+    assert heard == []
+    assert not log.filters
