@@ -352,14 +352,14 @@ def test_the_meta_device_needs_to_know_what_for() -> None:
 
 
 class Routed(nn.Module):
-    """Rows (12, 8) to (12, 8), by two experts; on fakes their product wants numbers of fewer digits."""
+    """Rows (N, 8) to (N, 8), by two experts; on fakes their product wants numbers of fewer digits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.Parameter(torch.randn(2, 8, 8))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(rows, self.experts, offs=torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32))
+        return F.grouped_mm(rows, self.experts, offs=torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)).tanh()
 
 
 def test_what_fakes_cannot_run_is_told_once_and_not_in_the_log_of_torch() -> None:
