@@ -257,7 +257,7 @@ class Profile:
         called: How often each module is called with gradients, by path; empty where calls were not counted.
         returned: Bytes of the memory of what the step returns beside its loss.
         merged: Bytes of the tensors in that, made anew.
-        left: Bytes that are there after the step and were not before, beside gradients and buffers.
+        left: Bytes that the step has made and that are there after it, beside gradients.
     """
 
     values: tuple[SavedValue, ...]

@@ -4,9 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch.nn.parameter import is_lazy
-
 from lightning_dpx.devices import synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
@@ -20,7 +17,6 @@ from lightning_dpx.memory.profile.lifetimes import Lifetimes
 from lightning_dpx.memory.profile.profiled_step import NO_LOSS, ProfiledStep
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
-from lightning_dpx.torch_compat import with_memory_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +149,10 @@ def _left(step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemory) -> 
     # holds something in place of those of other slices, which no step leaves.
     if step.by_hand or not isinstance(step.run, HeldOutput):
         return 0
-    counted = set(gradients.allocations)
-    for buffer in step.module.buffers():
-        # One that is replaced takes the place of another, and buffers are counted by themselves.
-        for tensor in [] if is_lazy(buffer) else with_memory_in(buffer):
-            if tensor.layout is torch.strided:
-                counted.add(id(trace.allocation_of(tensor.untyped_storage())))
-    return sum(one.num_bytes for one in trace.allocations if one.died is None and id(one) not in counted)
+    # A new buffer in the place of another one is left as well: a replica lists its buffers until the next step, so both
+    # are there.
+    apart = gradients.allocations
+    return sum(one.num_bytes for one in trace.allocations if one.died is None and id(one) not in apart)
 
 
 def _storages(
