@@ -198,9 +198,11 @@ def states_of(optimizer: Any) -> int:
     # RMSprop keeps a mean of squares beside it, and one of gradients where it is centered.
     if "centered" in defaults:
         return 1 + bool(defaults["momentum"]) + bool(defaults["centered"])
-    # L-BFGS keeps the last steps and the changes of the gradient in them.
+    # L-BFGS keeps the last steps and the changes of the gradient in them, and runs a training step within its own: by
+    # then its direction, gradients and their differences are there as well, and more of them while it searches a line.
     if "history_size" in defaults:
-        return 2 * int(defaults["history_size"])
+        passing = 11 if defaults.get("line_search_fn") else 7  # measured, with torch 2.13
+        return 2 * int(defaults["history_size"]) + passing
     # Adagrad keeps a sum of squares.
     if "initial_accumulator_value" in defaults:
         return 1

@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import most_states_of, states_of
-from lightning_dpx.lightning.memory.batch_shapes import arrays_in
+from lightning_dpx.lightning.memory.batch_shapes import arrays_in, bytes_of_tensors
+from lightning_dpx.lightning.memory.shadow_optimizer import trained_by
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import key_of
@@ -182,10 +183,14 @@ def _missing_states(optimizers: Sequence[Any]) -> dict[int, int]:
     """
     missing: dict[int, int] = {}
     for optimizer in optimizers:
-        # L-BFGS keeps what it knows of all parameters with the first.
-        if optimizer.state and "history_size" in optimizer.defaults:
-            continue
         copies = states_of(optimizer)
+        # L-BFGS keeps what it knows of all parameters with the first, and more of it in every step.
+        if optimizer.state and "history_size" in optimizer.defaults:
+            parameters = trained_by(optimizer)
+            present = sum(bytes_of_tensors(state) for state in optimizer.state.values())
+            known = present // max(1, sum(parameter.nbytes for parameter in parameters))
+            missing.update({id(parameter): max(0, copies - known) for parameter in parameters})
+            continue
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in optimizer.state:

@@ -140,5 +140,27 @@ def test_what_an_optimizer_will_keep_is_what_it_keeps(make: Any) -> None:
     assert expected == len(kept)
 
 
-def test_the_history_of_lbfgs_counts() -> None:
-    assert states_of(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))], history_size=7)) == 14
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_the_history_of_lbfgs_counts_and_what_is_there_while_it_runs_a_step(line_search_fn: str | None) -> None:
+    layer = torch.nn.Linear(256, 256, bias=False)
+    rows = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"lr": 0.3, "history_size": 3, "line_search_fn": line_search_fn}
+    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=5, tolerance_change=0, tolerance_grad=0, **settings)
+    seen = []
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        made = layer(rows)
+        found: torch.Tensor = (made.tanh() - 1).pow(2).mean() + (made * 3).sin().mean()
+        found.backward()
+        gc.collect()
+        large = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.numel() == 256 * 256]
+        # Neither the parameter nor its gradient; views share what they show.
+        own = {layer.weight.data_ptr()} | {layer.weight.grad.data_ptr()}
+        seen.append(len({one.data_ptr() for one in large} - own))
+        return found
+
+    for _ in range(8):
+        optimizer.step(loss)
+    # Those that only C++ holds at that time are in no list.
+    assert max(seen) <= states_of(optimizer) <= max(seen) + 4

@@ -425,10 +425,17 @@ def test_states_of_parameters_that_have_been_frozen_are_still_to_come(sim: Any) 
     assert bytes_of_states([first, second], [optimizer]) == {first.device: 2 * second.nbytes}
 
 
-def test_an_optimizer_that_keeps_one_state_for_all_parameters_makes_no_other(sim: Any) -> None:
+def test_an_optimizer_that_keeps_one_state_for_all_parameters_makes_more_of_it(sim: Any) -> None:
     parameters = [nn.Parameter(torch.zeros(1000, device="sim:0")) for _ in range(2)]
     optimizer = torch.optim.LBFGS(parameters, history_size=3)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step(lambda: 1.0)
-    assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 0}
+    device, all_bytes = parameters[0].device, sum(parameter.nbytes for parameter in parameters)
+    before = bytes_of_states(parameters, [optimizer])[device]
+    optimizer.step(lambda: (parameters[0] * 3).sum() + 1.0)
+    (state, *others) = optimizer.state.values()
+    assert not others
+    kept = [state["d"], state["prev_flat_grad"], *state["old_dirs"], *state["old_stps"]]
+    present = sum(one.nbytes for one in kept if one is not None) // all_bytes
+    assert present > 1
+    assert bytes_of_states(parameters, [optimizer]) == {device: before - present * all_bytes}
