@@ -266,11 +266,17 @@ class IteratorsOfStep:
             modules: By replica, its submodules in one order.
         """
         self.end()
+        empty = set[int]()  # ids of values in which there is none
         for index, name in self._held:
             places_by_replica: list[list[Place]] = []
             for of_replica in modules:
                 attributes = vars(of_replica[index])
-                places_by_replica.append(list(places_in(name, attributes, attributes.get(name))))
+                value = attributes.get(name)
+                # All modules of a library's model may hold one object with its settings, of a hundred attributes.
+                places = [] if id(value) in empty else list(places_in(name, attributes, value))
+                if not places:
+                    empty.add(id(value))
+                places_by_replica.append(places)
             for path, space, key in places_by_replica[0]:
                 iterator = _unwrapped(space[key])
                 known, taken = self._again.pop(id(iterator), (iterator, []))

@@ -124,3 +124,32 @@ def test_a_trial_that_takes_nothing_leaves_nothing() -> None:
     with shared_iterators.iterators_peeked(module):
         pass
     assert module.noise is real
+
+
+class Settings:
+    """Of a model, which every module of it holds; counts how often its attributes are listed."""
+
+    listed = 0
+
+    def __init__(self) -> None:
+        self.sizes = [1, 2, 3]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            Settings.listed += 1
+        return super().__getattribute__(name)
+
+
+def test_settings_that_all_modules_hold_are_looked_through_once_in_a_step() -> None:
+    settings = Settings()
+    replicas = [[Holds() for _ in range(20)] for _ in range(2)]
+    step = IteratorsOfStep(CPU)
+    for index in range(20):
+        for modules in replicas:
+            vars(modules[index])["settings"] = settings
+        step.note((index, "settings"), settings)
+    step.note((3, "noise"), replicas[0][3].noise)
+    Settings.listed = 0
+    step.begin(replicas)
+    assert 1 <= Settings.listed <= 4
+    assert isinstance(replicas[0][3].noise, SharedIterator), "what holds one is found all the same"
