@@ -205,7 +205,9 @@ class _Search:
         # A micro-batch finds gradients of earlier ones, and is another step than the first.
         if accumulates or _has_gradients(self._whole):
             others.append("accumulates")
-        return key_of_step(self._module, inputs, device_of(self._module, inputs), *others)
+        # Of objects of this package a key tells the class alone.
+        data = tuple(inputs)
+        return key_of_step(self._module, data, device_of(self._module, inputs), *others)
 
     def _plan_of(self, profile: Profile, allowed: int | None, choose: Choose = _said_to_be_fastest) -> MemoryPlan:
         plan, found = found_or_planned(self._cache, self._whole, profile, allowed, self._planner, choose=choose)

@@ -159,8 +159,9 @@ class _Globals:
         """Names and values of what was made since."""
         for name in [name for name in self._space if name not in self._names]:
             value = self._space[name]
-            # Parts of packages are bound as they are imported, and never again.
-            if not isinstance(value, _CODE):
+            # Parts of packages are bound as they are imported, and never again. What Python keeps of a file, such as
+            # the warnings that it has shown, is no state of a step.
+            if not isinstance(value, _CODE) and not name.startswith("__"):
                 yield name, value
 
 

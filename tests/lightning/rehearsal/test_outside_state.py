@@ -86,6 +86,18 @@ def test_a_global_that_a_step_makes_is_seen_and_taken_away() -> None:
     assert "center" not in globals()
 
 
+def test_what_python_keeps_of_a_file_is_no_state_of_a_step() -> None:
+    surroundings = Surroundings(make_trainer(), MakesAGlobal())
+    before = [path for path, _ in surroundings.values()]
+    globals()["__warningregistry__"] = {"shown": True}  # as a warning of the step leaves it
+    try:
+        assert [path for path, _ in surroundings.values()] == before
+        surroundings.restore()
+        assert globals()["__warningregistry__"] == {"shown": True}
+    finally:
+        del globals()["__warningregistry__"]
+
+
 def test_what_a_step_keeps_on_its_trainer_is_seen_and_put_back() -> None:
     trainer: Any = make_trainer(callbacks=[Counts()])
     losses = trainer.losses = [torch.ones(1)]

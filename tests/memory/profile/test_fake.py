@@ -359,7 +359,9 @@ class Routed(nn.Module):
         self.experts = nn.Parameter(torch.randn(2, 8, 8))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(rows, self.experts, offs=torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)).tanh()
+        return F.grouped_mm(
+            rows, self.experts, offs=torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        ).tanh()
 
 
 def test_what_fakes_cannot_run_is_told_once_and_not_in_the_log_of_torch() -> None:
