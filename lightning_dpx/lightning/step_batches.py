@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.lightning.batch_writes.batch_writes import BatchWrites, unlike_one_batch
+from lightning_dpx.lightning.batch_writes.looking_hooks import is_looked_at_before
 from lightning_dpx.lightning.evaluation import loader_index
+from lightning_dpx.lightning.lightning_compat import transfer_batch
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.replicas import BatchSlice
 
@@ -27,6 +30,7 @@ class StepBatches:
         self._session = session
         self._module = session.module
         self.writes: BatchWrites = BatchWrites()
+        self._looked_at_before: dict[tuple[Any, int], bool] = {}
         self._in_place: Any = _MISSING  # a batch that hooks and the one replica share
 
     def show(self, batch: Any) -> Any:
@@ -37,9 +41,22 @@ class StepBatches:
             self.writes.forget()
             self._in_place = batch
             return batch
+        # Such a hook may give it to the module, or keep it for the step: on one device it finds it there.
+        root = self._session.replicas.root.device
+        if not is_host(root) and self._is_looked_at_before():
+            batch = transfer_batch(self._module, batch, root)
         if self.writes.is_for(self._module):
             return self.writes.show(batch)
         return batch
+
+    def _is_looked_at_before(self) -> bool:
+        """Whether a hook of the user's gets the batch before its step."""
+        trainer: Any = self._module.trainer
+        # Once a stage: to ask which hooks there are takes as long as a short step's own bookkeeping.
+        kind = trainer.state.stage, len(trainer.callbacks)
+        if kind not in self._looked_at_before:
+            self._looked_at_before[kind] = is_looked_at_before(self._module)
+        return self._looked_at_before[kind]
 
     def _stays(self, batch: Any) -> bool:
         """Whether the one replica that takes every batch gets this object."""

@@ -25,6 +25,13 @@ def is_looked_at(module: LightningModule) -> bool:
     return runs_again or has_hooks(module, trainer.callbacks, [_end_hook(trainer)])
 
 
+def is_looked_at_before(module: LightningModule) -> bool:
+    """Whether a hook of the user's gets the batch before the step, and nothing of the user's would yet change it."""
+    trainer: Any = module.trainer
+    start = _end_hook(trainer).replace("_end", "_start")
+    return has_hooks(module, trainer.callbacks, [start]) and Transfer(trainer, module, 0).is_plain
+
+
 def tell_of_start_hooks(module: LightningModule) -> None:
     """Says that hooks at the start of a batch find it as it was loaded, where one device shows what it has become."""
     trainer: Any = module.trainer
