@@ -82,24 +82,7 @@ class TrainingStep:
         self._unreduced = False  # gradients have come since the last reduction
         self._said_none = False
 
-    def remake_replicas(self) -> None:
-        """Makes the replicas anew from the user's module; gradients that have accumulated stay.
-
-        Raises:
-            ReplicationError: the module cannot be copied faithfully.
-        """
-        # Gradients of earlier batches are in the old replicas, which nobody will ask again.
-        if self._unreduced:
-            self.sums.reduce()
-        # By way of the user's own parameters: replicas, and perhaps owners, are others afterwards.
-        for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
-            _hand_gradient(owned, parameter)
-        # Its hooks hold the old replicas' parameters.
-        self.close()
-        self._replicas.remake()
-        self.sums.follow_replicas()
-        for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
-            _hand_gradient(parameter, owned)  # where the optimizer zeroes it
+    # ---- the forward ----
 
     def begin(self) -> None:
         """Before every replica's own step: all of them have the parameters and buffers of the first."""
@@ -241,52 +224,16 @@ class TrainingStep:
             self._pending.append(waiting)
         return self.rules.merge_outputs(copies, weights_of(slices), device, self._replicas.output_dim)
 
-    def forward_manual(
-        self, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any], come_apart: Callable[[GatherError], None]
-    ) -> Any:
-        """Runs ``call`` on every slice, in which the user drives backward and optimizers; merges what it returns.
-
-        Args:
-            slices: The parts of the batch.
-            call: The step.
-            come_apart: Is told of results that cannot be merged; if it returns, the first slice's result is the step's.
-        """
-        self.begin()
-        outputs = self._replicas.run("training_step", slices, call)
-        self._active = [batch_slice.replica for batch_slice in slices]
-        self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
-        self._collect_buffers()
-        try:
-            return self.rules.merge_outputs(
-                outputs, weights_of(slices), self._replicas.root.device, self._replicas.output_dim
-            )
-        except GatherError as error:
-            come_apart(error)
-            return outputs[0]
-
     def weights(self, slices: Sequence[BatchSlice]) -> list[float]:
         """Every slice's part in the loss of the whole batch."""
         return _parts_of_loss(self.rules.loss_reduction, weights_of(slices))
-
-    @property
-    def owner_parameters(self) -> list[torch.nn.Parameter]:
-        """Every parameter's copy on its owner, which is what an optimizer changes."""
-        return self.sums.owner_parameters
-
-    @property
-    def has_other_owners(self) -> bool:
-        """Whether replicas beside the first own parameters."""
-        return self.sums.has_other_owners
 
     @property
     def adds_losses(self) -> bool:
         """Whether the loss of the whole batch is the sum of the replicas', not their mean."""
         return self.rules.loss_reduction == "sum"
 
-    @property
-    def has_processes(self) -> bool:
-        """Whether gradients are those of several processes."""
-        return self.sums.processes is not None
+    # ---- the backward, once the merged loss has its gradient ----
 
     def backward(self, *, last: bool = True) -> None:
         """Runs each replica's backward from the gradient that the merged loss received. A no-op without a forward.
@@ -316,6 +263,11 @@ class TrainingStep:
         self._pending = []
         self._collect_buffers()
 
+    def show_buffers(self) -> None:
+        """Hooks between this forward and its backward find the buffers that the whole batch has made."""
+        if len(self._active) > 1 and self._pending:
+            self._replicas.state.buffers.show(self._active, self._rows_of_active, self._choice_of_buffers)
+
     def _collect_buffers(self) -> None:
         """Collects the buffers, which must not change before backward has ended."""
         # Batch norm keeps its running statistics for the backward.
@@ -327,10 +279,7 @@ class TrainingStep:
             return self.rules.buffer_rule
         return None
 
-    def show_buffers(self) -> None:
-        """Hooks between this forward and its backward find the buffers that the whole batch has made."""
-        if len(self._active) > 1 and self._pending:
-            self._replicas.state.buffers.show(self._active, self._rows_of_active, self._choice_of_buffers)
+    # ---- the reduction ----
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into the owners' and drops the others, unless that has been done."""
@@ -358,6 +307,48 @@ class TrainingStep:
         if self.adds_losses:
             return -1
         return rows
+
+    @property
+    def owner_parameters(self) -> list[torch.nn.Parameter]:
+        """Every parameter's copy on its owner, which is what an optimizer changes."""
+        return self.sums.owner_parameters
+
+    @property
+    def has_other_owners(self) -> bool:
+        """Whether replicas beside the first own parameters."""
+        return self.sums.has_other_owners
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether gradients are those of several processes."""
+        return self.sums.processes is not None
+
+    # ---- a step by hand ----
+
+    def forward_manual(
+        self, slices: Sequence[BatchSlice], call: Callable[[BatchSlice], Any], come_apart: Callable[[GatherError], None]
+    ) -> Any:
+        """Runs ``call`` on every slice, in which the user drives backward and optimizers; merges what it returns.
+
+        Args:
+            slices: The parts of the batch.
+            call: The step.
+            come_apart: Is told of results that cannot be merged; if it returns, the first slice's result is the step's.
+        """
+        self.begin()
+        outputs = self._replicas.run("training_step", slices, call)
+        self._active = [batch_slice.replica for batch_slice in slices]
+        self._rows_of_active = [batch_slice.num_rows for batch_slice in slices]
+        self._collect_buffers()
+        try:
+            return self.rules.merge_outputs(
+                outputs, weights_of(slices), self._replicas.root.device, self._replicas.output_dim
+            )
+        except GatherError as error:
+            come_apart(error)
+            return outputs[0]
+
+    # ---- steps that failed, or run again ----
 
     def pending_gradients(self) -> list[list[torch.Tensor | None]]:
         """What the first backward left for every replica's own."""
@@ -407,6 +398,27 @@ class TrainingStep:
             for parameter in replica.parameters:
                 parameter.grad = None
         self.discard_forward()
+
+    # ---- between steps ----
+
+    def remake_replicas(self) -> None:
+        """Makes the replicas anew from the user's module; gradients that have accumulated stay.
+
+        Raises:
+            ReplicationError: the module cannot be copied faithfully.
+        """
+        # Gradients of earlier batches are in the old replicas, which nobody will ask again.
+        if self._unreduced:
+            self.sums.reduce()
+        # By way of the user's own parameters: replicas, and perhaps owners, are others afterwards.
+        for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
+            _hand_gradient(owned, parameter)
+        # Its hooks hold the old replicas' parameters.
+        self.close()
+        self._replicas.remake()
+        self.sums.follow_replicas()
+        for parameter, owned in zip(self._replicas.root.parameters, self.owner_parameters, strict=True):
+            _hand_gradient(parameter, owned)  # where the optimizer zeroes it
 
     def close(self) -> None:
         """Takes its hooks off the parameters; the next backward puts them on again."""
