@@ -101,7 +101,7 @@ class TrainingStep:
         shown: bool,
         last: bool,
     ) -> list[Any]:
-        """Runs ``call`` on every batch_slice, each with its backward before the next one on its device begins.
+        """Runs ``call`` on every slice, each with its backward before the next one on its device begins.
 
         Args:
             slices: The micro-batches.
