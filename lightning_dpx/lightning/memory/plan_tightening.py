@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import MEETS_OTHERS
-from lightning_dpx.lightning.memory.planning import MemoryPlanning, StepToPlan
-from lightning_dpx.lightning.memory.profiled_steps import by_device
+from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.profiled_steps import StepToPlan, by_device
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.memory.step_planner import StepPlanner

@@ -2,9 +2,8 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_p
 from lightning_dpx.lightning.memory.plans_of_device import MicroBatchFigures, announcement, origin, plans_of_device
 from lightning_dpx.lightning.memory.profiled_steps import (
     SeenStep,
+    StepToPlan,
     by_device,
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.room_check_schedule import RoomCheckSchedule
-from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
@@ -41,28 +40,6 @@ from lightning_dpx.memory import (
 )
 from lightning_dpx.progress import shown
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepToPlan:
-    """A training step that is about to run, as far as its memory is planned.
-
-    Attributes:
-        replicas: All of them.
-        slices: Of its batch; nothing new is planned if each is within a known one.
-        run: ``run(module, rows, num_rows)``: the step of a replica's shadow module.
-        static_of: What a step of some slices needs beside activations.
-    """
-
-    replicas: ReplicaSet
-    slices: Sequence[BatchSlice]
-    run: Step
-    static_of: Callable[[Sequence[BatchSlice]], StaticMemory]
-
-    @property
-    def is_of_one_process(self) -> bool:
-        """Whether it may be tried without other processes, in whose collectives it would wait."""
-        return getattr(trainer_of(self.replicas.root.module).strategy, "num_processes", 1) == 1
 
 
 class MemoryPlanning:
@@ -198,18 +175,7 @@ class MemoryPlanning:
         if leaves_graph(step.replicas, step.slices[0], step.run):
             return False
         held = step.static_of(step.slices)
-        seen = profiled_steps(
-            step.replicas,
-            step.slices,
-            step.run,
-            self.cache,
-            known_profiles={},
-            accumulates=held.accumulates,
-            counts_gradients=held.frees_gradients,
-            together=False,
-            anew=False,
-            by_forward=True,
-        )
+        seen = profiled_steps(step, held, self.cache, known_profiles={}, together=False, anew=False, by_forward=True)
         try:
             self.plan(step.replicas, step.slices, held, seen, self.without_loss.remark)
         except BudgetError:
@@ -230,13 +196,10 @@ class MemoryPlanning:
         if anew and self.cache.is_used:
             self._leave_cache()
         seen = profiled_steps(
-            step.replicas,
-            slices,
-            step.run,
+            step,
+            held,
             self.cache,
             known_profiles=self.micro_batches.profiles,
-            accumulates=held.accumulates,
-            counts_gradients=held.frees_gradients,
             together=self.rooms.is_given,
             anew=anew,
         )

@@ -12,6 +12,7 @@ from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreeme
 from lightning_dpx.lightning.memory.profiling import announce_profile, devices_of, profile_slice
 from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_loss import merges_outputs
+from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs, beside_merged_outputs
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
@@ -36,6 +37,28 @@ class SeenStep:
     is_joined: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepToPlan:
+    """A training step that is about to run, as far as its memory is planned.
+
+    Attributes:
+        replicas: All of them.
+        slices: Of its batch; nothing new is planned if each is within a known one.
+        run: ``run(module, rows, num_rows)``: the step of a replica's shadow module.
+        static_of: What a step of some slices needs beside activations.
+    """
+
+    replicas: ReplicaSet
+    slices: Sequence[BatchSlice]
+    run: Step
+    static_of: Callable[[Sequence[BatchSlice]], StaticMemory]
+
+    @property
+    def is_of_one_process(self) -> bool:
+        """Whether it may be tried without other processes, in whose collectives it would wait."""
+        return getattr(trainer_of(self.replicas.root.module).strategy, "num_processes", 1) == 1
+
+
 def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlice]]:
     """The slices that every device has a part in at a time, the largest first; of micro-batches the largest alone."""
     slices_of: dict[torch.device, list[BatchSlice]] = {}
@@ -52,14 +75,11 @@ def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlic
 
 
 def profiled_steps(
-    replicas: ReplicaSet,
-    slices: Sequence[BatchSlice],
-    run: Step,
+    step: StepToPlan,
+    held: StaticMemory,
     cache: PlanningCache,
     known_profiles: ProfilesByRows,
     *,
-    accumulates: bool,
-    counts_gradients: bool,
     together: bool,
     anew: bool,
     by_forward: bool = False,
@@ -67,19 +87,19 @@ def profiled_steps(
     """By a replica's device, a step on the largest of its slices, seen from each of its devices.
 
     Args:
-        replicas: All of them.
-        slices: What each of them gets.
-        run: As :func:`profile_slice` takes it.
+        step: What it is a step of.
+        held: What that needs beside its activations: which gradients are there says how it is profiled.
         cache: Where profiles of an earlier run may be.
-        known_profiles: Those of steps of this batch that were profiled already, with no parts shifted.
-        accumulates: Whether gradients are added to those of earlier batches.
-        counts_gradients: As :func:`profile_slice` takes it, and as ``known_profiles`` were made.
+        known_profiles: Those of steps of this batch that were profiled already, with no parts shifted, and with
+            gradients counted as in ``held``.
         together: Whether all processes of the run profile now.
         anew: Whether what an earlier run has kept is known to be wrong.
         by_forward: As :func:`profile_slice` takes it; what is found is not kept for other runs, whose steps may run
             a backward.
     """
-    slices_of = by_device(slices)
+    replicas = step.replicas
+    slices_of = by_device(step.slices)
+    accumulates = held.accumulates
     largest = {home: here[0] for home, here in slices_of.items() if home in replicas.devices}
 
     def profiled() -> list[list[Profile]]:
@@ -88,16 +108,16 @@ def profiled_steps(
         profile = partial(
             profile_slice,
             replicas,
-            run=run,
+            run=step.run,
             accumulates=accumulates,
-            counts_gradients=counts_gradients,
+            counts_gradients=held.frees_gradients,
             by_forward=by_forward,
         )
         return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
 
     trainer = trainer_of(replicas.root.module)
     is_kept = cache.is_on and not by_forward
-    ways = accumulates, counts_gradients, merges_outputs(replicas)
+    ways = accumulates, held.frees_gradients, merges_outputs(replicas)
     keys = _keys(trainer, list(largest.values()), *ways) if is_kept else []
     # An empty key finds nothing and keeps nothing, and there must be as many keys as steps.
     found = cache.profiles(
@@ -111,7 +131,7 @@ def profiled_steps(
     for (home, batch_slice), profiles in zip(largest.items(), found, strict=True):
         sharing = tuple(len(slices_of[device]) for device in devices_of(batch_slice.replica))
         # Of a replica on several devices, its outputs are taken to be on its own.
-        own = _beside_other_outputs(profiles[0], replicas, slices, batch_slice, sharing[0])
+        own = _beside_other_outputs(profiles[0], replicas, step.slices, batch_slice, sharing[0])
         seen[home] = SeenStep((own, *profiles[1:]), sharing)
     return seen
 

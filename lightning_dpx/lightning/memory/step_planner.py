@@ -12,7 +12,8 @@ from lightning_dpx.lightning.memory.feasibility import check_feasible
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
-from lightning_dpx.lightning.memory.planning import MemoryPlanning, StepToPlan
+from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.profiled_steps import StepToPlan
 from lightning_dpx.lightning.memory.room_check import RoomCheck
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
