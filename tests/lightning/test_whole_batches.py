@@ -372,8 +372,6 @@ def test_a_stage_that_gets_all_batches_whole_says_so_once() -> None:
         whole.give_whole("training_step", "It differs.", "Use another loss.")
     whole.give_whole("training_step", "It differs.", "Use another loss.")  # a second warning would be an error
     assert (whole.reason_for("training_step"), whole.reason_for("test_step")) == ("It differs.", None)
-    whole.forget()
-    assert whole.reason_for("training_step") is None
 
 
 def test_on_one_device_it_says_that_a_batch_is_not_cut_into_micro_batches() -> None:
