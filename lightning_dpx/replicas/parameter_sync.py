@@ -165,7 +165,9 @@ class ParameterSync:
         self._last.parameters = owned
         self._last.versions = versions
         self._last.of_copies = [_versions(replica) for replica in self._apart]
-        self._of_owners = list(map(version_counter, self._owned_elsewhere()))
+        # In every step, and most have no owner but replica 0.
+        if self._owners:
+            self._of_owners = list(map(version_counter, self._owned_elsewhere()))
         self._is_changed = False
 
     def _follow_structure(self, owned: list[nn.Parameter]) -> None:
