@@ -30,6 +30,7 @@ class StepBatches:
         self._session = session
         self._module = session.module
         self.writes: BatchWrites = BatchWrites()
+        self._is_on_host: bool = is_host(session.strategy.root_device)
         self._looked_at_before: dict[tuple[Any, int], bool] = {}
         self._in_place: Any = _MISSING  # a batch that hooks and the one replica share
 
@@ -42,9 +43,8 @@ class StepBatches:
             self._in_place = batch
             return batch
         # Such a hook may give it to the module, or keep it for the step: on one device it finds it there.
-        root = self._session.replicas.root.device
-        if not is_host(root) and self._is_looked_at_before():
-            batch = transfer_batch(self._module, batch, root)
+        if not self._is_on_host and self._is_looked_at_before():
+            batch = transfer_batch(self._module, batch, self._session.strategy.root_device)
         if self.writes.is_for(self._module):
             return self.writes.show(batch)
         return batch
