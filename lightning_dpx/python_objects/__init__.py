@@ -10,6 +10,7 @@ object_state        what the objects behind attributes hold, to be compared or p
 object_walk         finds all of those objects, and what hides its state
 object_contents     what one of them holds, and how it holds that again
 overrides           attributes that are others for a while
+shared_patch        a change of the process that lasts as long as any thread needs it
 compiled            what torch.compile has compiled, and runs without it
 gc_pause            Python's collector of cyclic garbage rests
 trial_garbage       what a trial of a step leaves in cycles is freed, and nothing older is searched

@@ -1,1 +1,1 @@
-"""What the planners calculate with: bounds, descents, and HiGHS where it is installed."""
+"""What the planners calculate with: bounds, descents, walks, dynamic programming, and HiGHS where it is installed."""
