@@ -31,7 +31,7 @@ def shapes_of_outputs(
     return map_result(lambda output: tuple(output.shape), outputs)
 
 
-def merged(slices: Sequence[BatchSlice], outputs: Sequence[Any], device: torch.device, dims: OutputDims) -> Any:
+def merge_outputs(slices: Sequence[BatchSlice], outputs: Sequence[Any], device: torch.device, dims: OutputDims) -> Any:
     """The outputs of all slices as one device would have returned them.
 
     Args:

@@ -26,7 +26,7 @@ from lightning_dpx.group.gradients import GroupGradients
 from lightning_dpx.group.inputs import by_name, call_module, gradients_by_input, on_replica
 from lightning_dpx.group.named_values import copied_parameters, mean_buffers, write_by_name
 from lightning_dpx.group.output_monitors import OutputMonitors
-from lightning_dpx.group.outputs import merged, shapes_of_outputs, update_metric
+from lightning_dpx.group.outputs import merge_outputs, shapes_of_outputs, update_metric
 from lightning_dpx.group.shared_parameters import adopt_buffers, adopt_parameters, parameters_by_replica
 from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -417,7 +417,7 @@ class ReplicaGroup:
         """
         if not self._outputs:
             raise ConfigurationError("outputs_merged() needs a forward() before it.")
-        return merged(self._slices, self._outputs, self._set.root.device, self._output_dims)
+        return merge_outputs(self._slices, self._outputs, self._set.root.device, self._output_dims)
 
     def input_grads(self) -> list[list[Any]]:
         """Per input (positional, then keyword), the gradients of every active replica's slice, nested as the input.

@@ -56,7 +56,7 @@ class ThreadChoice:
             session.announce_replicas(f"take their slices as one: {reason}")
 
     def choose(self, batch_slice: BatchSlice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One device's step, watched, to choose between one merged slice and a thread per replica from then on.
+        """One device's step, watched, to choose between one slice for all and a thread per replica from then on.
 
         Args:
             batch_slice: The whole batch.

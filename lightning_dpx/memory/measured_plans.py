@@ -2,7 +2,7 @@
 
 A forecast adds up what single operators, calls and hooks take. In a step that is as long as a few dozen operators that
 adds up to too much or too little: what they leave in the processor's caches, and how often Python stands in the way,
-depends on their neighbours. A few steps tell, and where operators take long, none are needed.
+depends on their neighbors. A few steps tell, and where operators take long, none are needed.
 """
 
 import statistics

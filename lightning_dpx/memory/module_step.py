@@ -37,7 +37,7 @@ def profile_module(
 def profile_inputs(
     module: nn.Module, inputs: Inputs, device: torch.device | str | None = None, accumulates: bool = False
 ) -> Profile:
-    """:func:`profile_module` of inputs that were looked at."""
+    """What a step of ``module`` saves, as :func:`profile_module`, of inputs that :func:`inputs_of` has checked."""
     # Sharded parameters are whole only in their unit's forward and backward, so their steps are
     # always profiled on fakes.
     if sharded_units(module):

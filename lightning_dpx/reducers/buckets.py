@@ -83,7 +83,7 @@ class GradientPacker:
         return None
 
     def pack(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """N gradients to one flat bucket per split; no copy where they are neighbouring views of one bucket already.
+        """N gradients to one flat bucket per split; no copy where they are neighboring views of one bucket already.
 
         Raises:
             ConfigurationError: no plan, or gradients of other numbers, shapes or dtypes than planned.
@@ -135,7 +135,7 @@ class GradientPacker:
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor of all elements, in order; a view where the tensors are neighbours in one storage."""
+    """One flat tensor of all elements, in order; a view where the tensors are neighbors in one storage."""
     first = tensors[0]
     storage = first.untyped_storage()
     # Gradients that lie one after the other in one storage need no copy: a view is flat already.

@@ -5,6 +5,8 @@ would draw for itself. Where a rehearsal has seen that the number of draws does 
 begins where the batch began, and draws the same:
 
     batch begins at state s --slice 0--> t --put back--> s --slice 1--> t --> goes on at t, as on one device
+
+Where it draws so on its device, slices on other devices begin where the generator of the first device is.
 """
 
 from collections.abc import Callable, Sequence

@@ -57,5 +57,8 @@ class OutputDims:
         known = [join_path(_OUTPUT, path) for path in named_nodes(output)]
         for path in self.named:
             if path and join_path(_OUTPUT, path) not in known:
-                there = ", ".join(map(repr, known)) or "one alone"
-                raise ConfigurationError(f"batch_dim names {join_path(_OUTPUT, path)!r}; the outputs are {there}.")
+                there = f"the outputs are {', '.join(map(repr, known))}" if known else "there is one output"
+                raise ConfigurationError(
+                    f"batch_dim names {join_path(_OUTPUT, path)!r}, but {there}; name one that is there, "
+                    f"or {_OUTPUT!r} for all."
+                )

@@ -66,7 +66,7 @@ class ParameterSync:
         self._copies = self._primaries[1:]  # whose parameters become those of the root
         self._apart = tuple(replica for replica in self._copies if replica.device != self._root.device)
         self._owners: list[int] = []
-        self._of_owners: list[int] = []  # version counters of what they own, as all replicas have it
+        self._versions_of_owners: list[int] = []  # of what they own, as all replicas have it
         self._flags: list[bool] = []
         self._last = _Synchronized(of_copies=[[] for _ in self._apart])
         self._parameter_copies: dict[int, ParameterCopies] = {}  # by replica
@@ -82,7 +82,7 @@ class ParameterSync:
         """The replica whose copy of each parameter the optimizer changes; replica 0 unless said otherwise."""
         # No list at all where all are replica 0: nearly every step asks whether there are others.
         self._owners = list(owners) if any(owners) else []
-        self._of_owners = []
+        self._versions_of_owners = []
         self._flags = [parameter.requires_grad for parameter in self._root.parameters]
 
     def optimizer_stepped(self) -> None:
@@ -94,7 +94,7 @@ class ParameterSync:
     @torch.no_grad()
     def _copy_from_owners(self) -> None:
         replicas = self._primaries
-        values = self._owned_elsewhere()
+        values = self._copies_of_owners()
         versions = list(map(version_counter, values))
         for replica in replicas:
             pairs = zip(replica.parameters, values, strict=True)
@@ -102,14 +102,14 @@ class ParameterSync:
             stale = [(target, value) for target, value in pairs if not _is_same_memory(target, value)]
             if stale:
                 targets, sources = zip(*stale, strict=True)
-                with preserve_version_counter(_unmoved(replica.parameters, self._of_owners, versions)):
+                with preserve_version_counter(_unmoved(replica.parameters, self._versions_of_owners, versions)):
                     foreach_copy_(targets, sources, non_blocking=True)
         # What was copied is no change to be sent once more before the next forward.
         owned = self._root.parameters
         self._note(owned, list(map(version_counter, owned)))
         self.unseen.begin(owned)
 
-    def _owned_elsewhere(self) -> list[nn.Parameter]:
+    def _copies_of_owners(self) -> list[nn.Parameter]:
         """Every parameter's copy on its owner; nothing where all owners are replica 0."""
         return [self._primaries[owner].parameters[index] for index, owner in enumerate(self._owners)]
 
@@ -167,7 +167,7 @@ class ParameterSync:
         self._last.of_copies = [_versions(replica) for replica in self._apart]
         # In every step, and most have no owner but replica 0.
         if self._owners:
-            self._of_owners = list(map(version_counter, self._owned_elsewhere()))
+            self._versions_of_owners = list(map(version_counter, self._copies_of_owners()))
         self._is_changed = False
 
     def _follow_structure(self, owned: list[nn.Parameter]) -> None:

@@ -151,8 +151,8 @@ class SameDraws(TorchDispatchMode):
     def _note_draw(self, drawn: Iterable[Any]) -> None:
         tensors = [leaf for leaf in drawn if isinstance(leaf, torch.Tensor)]
         for tensor in tensors:
-            drawn = self.on_host if is_host(tensor.device) else self.on_devices
-            drawn.append(tensor.numel())
+            sizes = self.on_host if is_host(tensor.device) else self.on_devices
+            sizes.append(tensor.numel())
 
     @property
     def drew(self) -> bool:

@@ -27,6 +27,6 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _by_device(sums: list[torch.Tensor]) -> list[list[int]]:
-    """Runs of neighbours on one device travel to the host together."""
+    """Runs of neighbors on one device travel to the host together."""
     runs = [list(run) for _, run in itertools.groupby(sums, key=lambda value: value.device)]
     return [torch.stack(run).tolist() for run in runs]

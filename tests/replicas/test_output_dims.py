@@ -88,5 +88,5 @@ def test_what_is_the_same_on_all_replicas_is_given_once_and_means_are_averaged()
 def test_an_output_that_is_not_there_is_refused() -> None:
     with dpx.ReplicaGroup(lstm(), ["cpu", "cpu"], batch_dim={"output.2": 1}) as group:
         group.forward(ROWS)
-        with pytest.raises(dpx.ConfigurationError, match=r"batch_dim names 'output\.2'; the outputs are 'output\.0'"):
+        with pytest.raises(dpx.ConfigurationError, match=r"names 'output\.2', but the outputs are 'output\.0'"):
             group.outputs_merged()

@@ -1,4 +1,4 @@
-"""Rows are dealt by workload, neighbours on one device may share, and slices are cut into micro-batches."""
+"""Rows are dealt by workload, neighbors on one device may share, and slices are cut into micro-batches."""
 
 import torch
 
@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def test_neighbours_on_one_device_hand_their_rows_to_the_first_of_them() -> None:
+def test_neighbors_on_one_device_hand_their_rows_to_the_first_of_them() -> None:
     assert join_neighbors((3, 2, 2, 1), [CPU, CPU, META, META]) == (5, 0, 3, 0)
     assert join_neighbors((3, 2, 2), [CPU, META, CPU]) == (3, 2, 2), "the order of samples stays"
 

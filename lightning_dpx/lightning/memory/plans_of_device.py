@@ -69,7 +69,7 @@ def plans_of_device(
     limits = [budgets.limit(device, replicas.devices) for device in devices]
     free = [rooms.room(device, static, limit) for device, limit in zip(devices, limits, strict=True)]
     if before is None or is_host(devices[0]):
-        free = _beside_what_is_left(free, steps, _times_left(replicas, static.slices, devices[0]))
+        free = _less_what_steps_leave(free, steps, _num_copies_left_behind(replicas, static.slices, devices[0]))
     held = [limit - room for limit, room in zip(limits, free, strict=True)]
     # Every plan is forecast for all of these, so planning would take longer
     # with each new shape of batch.
@@ -99,7 +99,7 @@ def plans_of_device(
     return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held), counted)
 
 
-def _beside_what_is_left(free: list[int], steps: list[SeenStep], number: int) -> list[int]:
+def _less_what_steps_leave(free: list[int], steps: list[SeenStep], number: int) -> list[int]:
     """What is free once ``number`` steps have left what they keep, each its own.
 
     Later plans of an accelerator find that among what is allocated by then; on the host nothing tells of it.
@@ -112,8 +112,8 @@ def _beside_what_is_left(free: list[int], steps: list[SeenStep], number: int) ->
     return found
 
 
-def _times_left(replicas: ReplicaSet, slices: Sequence[BatchSlice], home: torch.device) -> int:
-    """How often what a slice's step leaves is there, where replicas are on ``home``."""
+def _num_copies_left_behind(replicas: ReplicaSet, slices: Sequence[BatchSlice], home: torch.device) -> int:
+    """How many copies there are of what a slice's step leaves, where replicas are on ``home``."""
     here = [one.replica for one in slices if one.replica.device == home]
     # Every other replica is to begin its next step with what the first one has left, of which it holds a copy.
     return len(here) + sum(replica is not replicas.root for replica in here)

@@ -204,15 +204,15 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
 def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
     if all(part == rows for part, rows in zip(parts, settings.rows, strict=True)):
         return [SUM, SAME, MEAN]  # the number of rows: no extreme
-    guesses = [SUM, MEAN]  # integers are counts
+    rules = [SUM, MEAN]  # integers are counts
     if isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point:
-        guesses.remove(settings.number)
-        guesses.insert(0, settings.number)
+        rules.remove(settings.number)
+        rules.insert(0, settings.number)
     # Last, as they are learned and never guessed.
-    guesses += _extremes_of(parts[0])
+    rules += _extremes_of(parts[0])
     if _are_equal(parts):
-        return [SAME, *guesses]
-    return guesses
+        return [SAME, *rules]
+    return rules
 
 
 def _extremes_of(part: Any) -> list[str]:

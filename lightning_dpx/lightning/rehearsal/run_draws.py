@@ -64,7 +64,7 @@ class RunDraws:
 
     Attributes:
         start: As given.
-        of_steps: What each step has drawn on the host; backwards are no steps.
+        of_steps: What each step has drawn; backwards are no steps.
         left_alone: After the run, the operators and generators whose numbers could not be made equal.
     """
 

@@ -2,7 +2,7 @@
 
 Between the operators of a model our code and what it works on leave the processor's caches. The first dropped value
 after a few that are kept pays for getting them back, and the next ones do not: on models with steps of 10 ms the first
-took about three times as long. So what a value takes depends on its neighbours, and a plan that drops few values all
+took about three times as long. So what a value takes depends on its neighbors, and a plan that drops few values all
 over a step takes longer for each than one that drops most of them.
 """
 

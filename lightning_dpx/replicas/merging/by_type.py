@@ -37,8 +37,8 @@ def gather(
         results: One nested result per active replica.
         sizes: Rows of each of them, all positive.
         device: Where the merged tensors shall live.
-        dim: The batch dim of the results, or that of each: an output whose rows are along another dim than the one
-            named for it is not averaged then.
+        dim: The batch dim of all results, or the dims of outputs by path: one that differs between replicas, and has
+            its rows along another dim than the one that is named, is refused then instead of averaged.
 
     Raises:
         GatherError: the replicas returned different structures, or different values that have no merge.

@@ -55,12 +55,12 @@ class Settings:
 
 
 def with_merged_replicas(settings: Settings) -> Settings:
-    """``settings`` with one entry for replicas that are neighbours on one device, and take their slices as one.
+    """``settings`` with one entry for replicas that are neighbors on one device, and take their slices as one.
 
     Raises:
-        ConfigurationError: replicas on one device are no neighbours.
+        ConfigurationError: replicas on one device are no neighbors.
     """
-    # Of each group of neighbours, their places.
+    # Of each group of neighbors, their places.
     groups: list[list[int]] = []
     for index, device in enumerate(settings.devices):
         if groups and settings.devices[groups[-1][0]] == device:
@@ -76,7 +76,7 @@ def with_merged_replicas(settings: Settings) -> Settings:
         )
     if len(groups) == len(settings.devices):
         return settings
-    # The rows of a slice are the sum of its neighbours', whatever they were given by.
+    # The rows of a slice are the sum of its neighbors', whatever they were given by.
     shares = parse_workload(settings.workload, len(settings.devices))
     merged = replace(settings, devices=devices, workload=[sum(shares[index] for index in group) for group in groups])
     if not isinstance(settings.micro_batches, int | str):

@@ -1,7 +1,7 @@
 """The least extra time within a budget: several ways to a choice compete, and the exact forecast decides.
 
     quickest   the knapsack of the lower bound, as it is or after a few steps       solvers/bounds.py, repair.py
-               the integer program, where HiGHS is installed                      solvers/milp_model.py
+               the integer program, where HiGHS is installed                        solvers/milp_model.py
                dynamic programming over stretches, in up to four variants           solvers/stretches.py
     lowest     steps down from several starts; for budgets that nothing else meets  solvers/repair.py
 

@@ -17,7 +17,7 @@ In the forecast of any choice, and so in any step:
              and stays until autograd releases it; to be safe we only count on it until the next request from which it
              might itself be asked for, because such a use may be its last and is followed by another account of it.
     time     A dropped value for which there is a request is computed at least once. So is each value on the way to it
-             that are not saved (z), because such values are never kept.
+             that is not saved (z), because such values are never kept.
 
 Parts of units may only lower the time, so the linear program min time(d, z), 0 <= d <= 1, is below every choice. Here
 it is bounded from below once more, without a solver: at a single event, with the time of what is on the way to several
@@ -193,7 +193,7 @@ class Relaxation:
     def cheapest(self, freed: np.ndarray) -> np.ndarray:
         """The columns that free anything, the least time per byte first, and equal ones spread over the model.
 
-        Neighbours that are dropped come back together, so equal layers are better dropped here and there.
+        Neighbors that are dropped come back together, so equal layers are better dropped here and there.
         """
         useful = np.nonzero(freed > 0)[0]
         rates = self.shared_seconds[useful] / freed[useful]
@@ -211,7 +211,7 @@ class Relaxation:
 
 
 def local_maxima(curve: np.ndarray, level: float, most: int) -> list[int]:
-    """Events at which ``curve`` is above ``level`` and its neighbours: the highest of them, and some evenly spread."""
+    """Events at which ``curve`` is above ``level`` and its neighbors: the highest of them, and some evenly spread."""
     rising = np.concatenate([[True], curve[1:] > curve[:-1]])
     falling = np.concatenate([curve[:-1] >= curve[1:], [True]])
     found = np.nonzero(rising & falling & (curve > level))[0]

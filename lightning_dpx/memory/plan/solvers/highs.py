@@ -127,7 +127,7 @@ class Solver:
         self._known = [0, 0]  # columns and rows that were handed over
 
     def add_column(self, cost: float = 0.0, *, integer: bool = False) -> int:
-        """The number of a new column."""
+        """Adds a column, and returns its number."""
         self._costs.append(cost)
         if integer:
             self._integers.append(len(self._costs) - 1)
@@ -138,7 +138,7 @@ class Solver:
         self._costs[column] += cost
 
     def add_row(self, terms: Mapping[int, float], most: float) -> int:
-        """The number of a new row: the sum of columns times factors is at most ``most``."""
+        """Adds a row, and returns its number: the sum of columns times factors is at most ``most``."""
         self._rows.append((terms, most))
         self.terms += len(terms)
         return len(self._rows) - 1

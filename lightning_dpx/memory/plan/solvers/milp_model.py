@@ -21,7 +21,7 @@ What is added at an event t holds for every choice, too, so the bound of the sol
                not saved, else c[s] >= c[v] + d[s] - 1.
     there      p[s] >= c[s] - f[s] if s is asked for after t: what was computed stays until then, unless it is uncached
                (f <= d), that is, forgotten after every use. Likewise between the first and the last request for s.
-    time       A uncached value is computed for every use: once for each request, and once for each value that is
+    time       An uncached value is computed for every use: once for each request, and once for each value that is
                computed from it: y >= f[s] + d[v] - 1. What is on the way to it is computed as often.
 
 Where that does not explain what is missing, because values are computed on the way or operators take memory inside

@@ -14,7 +14,7 @@ def without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
 
 
-def test_a_programme_grows_between_runs_and_becomes_integer() -> None:
+def test_a_program_grows_between_runs_and_becomes_integer() -> None:
     pytest.importorskip("highspy")
     solver = Solver()
     cheap, dear = solver.add_column(1.0, integer=True), solver.add_column(integer=True)
