@@ -75,7 +75,8 @@ def inputs_of(module: nn.Module, batch: tuple[Any, ...], kwargs: Mapping[str, An
     if kwargs is None:
         return Inputs(batch, {})
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise ConfigurationError(f"kwargs={kwargs!r} is not allowed; give the keyword inputs of forward by name.")
+        given = list(kwargs) if isinstance(kwargs, Mapping) else type(kwargs).__name__
+        raise ConfigurationError(f"kwargs of {given} is not allowed; give the keyword inputs of forward by name.")
     if kwargs and hasattr(module, "training_step"):
         raise ConfigurationError(
             f"kwargs names {', '.join(kwargs)}, and a training_step gets nothing by keyword; give its batch alone."

@@ -43,24 +43,24 @@ def profile_inputs(
     if sharded_units(module):
         home = device or device_of(module, inputs)
         with unwrapped(module) as whole:
-            return profile_unsharded(whole, inputs, home, partial(loss_of, whole), accumulates=accumulates)
+            return profile_unsharded(whole, inputs, home, partial(run_to_loss, whole), accumulates=accumulates)
     if device is not None:
         target = target_of(device)
         return profile_absent(
             module,
             inputs,
             target,
-            partial(loss_of, module),
+            partial(run_to_loss, module),
             here=fake_device_for(target),
             few=lambda: first_rows(inputs),
             accumulates=accumulates,
         )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise PlanError('On the meta device nothing can run; give device="cuda", or what else is to be planned for.')
-    return profile_step(module, loss_of(module, inputs), device_of(module, inputs), accumulates=accumulates)
+    return profile_step(module, run_to_loss(module, inputs), device_of(module, inputs), accumulates=accumulates)
 
 
-def loss_of(module: nn.Module, inputs: Inputs) -> Run:
+def run_to_loss(module: nn.Module, inputs: Inputs) -> Run:
     """One forward that ends in something to run backward from."""
     step = step_on(module, inputs)
 

@@ -33,7 +33,7 @@ from lightning_dpx.memory.micro_batch_planning import (
     plan_in_micro_batches,
     told_as_too_few_rows,
 )
-from lightning_dpx.memory.module_step import device_of, loss_of, profile_inputs
+from lightning_dpx.memory.module_step import device_of, profile_inputs, run_to_loss
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
 from lightning_dpx.memory.plan.make_plan import make_planner
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -190,7 +190,7 @@ class _Search:
         # Only a step that runs here as it is planned can be timed with several plans.
         if self._device is not None:
             return _said_to_be_fastest
-        return partial(fastest_plan, profile=profile, module=self._module, run=loss_of(self._module, self._inputs))
+        return partial(fastest_plan, profile=profile, module=self._module, run=run_to_loss(self._module, self._inputs))
 
     def _profile_of(self, inputs: Inputs, accumulates: bool) -> Profile:
         key = self._key_of(inputs, accumulates)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_dpx.activations import Inputs
 from lightning_dpx.memory import MemoryPlan, Profile, apply_plan, profile_module, remove_plan, search_plan
 from lightning_dpx.memory.measured_plans import fastest_plan
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from lightning_dpx.memory.plan.make_plan import plan_candidates
 from lightning_dpx.python_objects.leave_no_trace import untouched
 
@@ -79,7 +79,7 @@ def candidates(module: nn.Module, profile: Profile) -> list[MemoryPlan]:
 def chosen(step: tuple[nn.Module, Tensor, Profile], plans: Sequence[MemoryPlan], *seconds: float) -> MemoryPlan:
     module, x, profile = step
     timer: Any = Scripted(module, *seconds)
-    return fastest_plan(plans, profile=profile, module=module, run=loss_of(module, Inputs((x,), {})), timer=timer)
+    return fastest_plan(plans, profile=profile, module=module, run=run_to_loss(module, Inputs((x,), {})), timer=timer)
 
 
 def test_the_time_that_was_measured_is_that_of_the_plan(step: tuple[nn.Module, Tensor, Profile]) -> None:
@@ -105,7 +105,7 @@ def test_steps_that_are_long_or_run_their_own_backward_are_not_timed(step: tuple
     ):
         timer: Any = Scripted(module, 3.0, 3.0)
         assert (
-            fastest_plan(plans, profile=other, module=module, run=loss_of(module, Inputs((x,), {})), timer=timer)
+            fastest_plan(plans, profile=other, module=module, run=run_to_loss(module, Inputs((x,), {})), timer=timer)
             is plans[0]
         )
         assert timer.hooks == []
@@ -122,7 +122,7 @@ def test_where_steps_are_longer_fewer_plans_are_tried(step: tuple[nn.Module, Ten
 def test_steps_without_a_plan_have_no_hooks_of_values(step: tuple[nn.Module, Tensor, Profile]) -> None:
     module, x, profile = step
     timer: Any = Scripted(module, 3.0, 3.0)
-    run = loss_of(module, Inputs((x,), {}))
+    run = run_to_loss(module, Inputs((x,), {}))
     fastest_plan(candidates(module, profile), profile=profile, module=module, run=run, timer=timer)
     turns = timer.hooks[6:]  # behind those that warm up
     assert min(turns[::2]) > 0

@@ -12,7 +12,7 @@ import lightning_dpx as dpx
 from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import MemoryTrace, forecast_plan, plan_profile, profile_module
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from tests.memory.models import Swing
 from tests.memory.steps import DropsEverything, train
 
@@ -20,7 +20,7 @@ from tests.memory.steps import DropsEverything, train
 def measured(module: nn.Module, x: Tensor) -> int:
     """Bytes of a step at the most, by the allocator's account."""
     module.zero_grad(set_to_none=True)
-    return peak_of_passing(lambda: loss_of(module, Inputs((x,), {}))().backward())
+    return peak_of_passing(lambda: run_to_loss(module, Inputs((x,), {}))().backward())
 
 
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {

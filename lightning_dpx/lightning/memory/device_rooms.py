@@ -126,7 +126,7 @@ class DeviceRooms:
         error.add_note(
             f"On {device}, {self.budgets.describe(device)} allows {format_bytes(limit)} in all, of which "
             f"{format_bytes(held)} are taken all through a step (parameters, optimizer state, the batch, gradients "
-            f"that stay, and their reduction); {needed}."
+            f"that stay, their reduction, and what steps leave on the module); {needed}."
         )
         self.trained.explain(error)
 

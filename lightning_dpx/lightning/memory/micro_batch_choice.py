@@ -249,10 +249,10 @@ class MicroBatchChooser:
                 parts.of_rows,
                 plan_of,
                 # All micro-batches together leave as much as one piece does.
-                max(1, room - whole.left),
+                max(1, room - whole.left_behind),
                 whole,
                 seconds_each=seconds_of_a_micro_batch(batch_slice.replica.device),
-                beside=replace(beside, left=whole.left),
+                beside=replace(beside, left_behind=whole.left_behind),
                 # A difference below what predictions are sure of is no reason to cut a step.
                 margin=timing_effort.uncertainty(),
                 runs_twice=session.end_hook("training_step") is not None,
@@ -260,7 +260,7 @@ class MicroBatchChooser:
             )
         except BudgetError as error:
             if error.smallest is not None:
-                error.smallest += whole.left
+                error.smallest += whole.left_behind
             for why in parts.failed[-1:]:
                 error.add_note(f"More micro-batches might need less, but {why}.")
             raise
@@ -275,10 +275,12 @@ class MicroBatchChooser:
         if whole is None:
             return None
         try:
-            self._planning.cache.plan_profile(session.replicas.root.module, whole, planner, max(1, room - whole.left))
+            self._planning.cache.plan_profile(
+                session.replicas.root.module, whole, planner, max(1, room - whole.left_behind)
+            )
         except BudgetError as error:
             if error.smallest is not None:
-                return error.smallest + whole.left
+                return error.smallest + whole.left_behind
         return None
 
     def stay_whole(self, reason: str) -> None:

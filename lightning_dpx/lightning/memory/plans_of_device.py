@@ -106,7 +106,7 @@ def _less_what_steps_leave(free: list[int], steps: list[SeenStep], number: int) 
     """
     found = []
     for index, room in enumerate(free):
-        left = number * max(step.profiles[index].left for step in steps)
+        left = number * max(step.profiles[index].left_behind for step in steps)
         # A plan for next to nothing is refused with what the step needs, which tells more than a lack of room.
         found.append(max(1, room - left))
     return found

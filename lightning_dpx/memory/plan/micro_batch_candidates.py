@@ -196,13 +196,13 @@ class BesideActivations:
         buffers: Of the module: every micro-batch has its own, and they are kept as they were before the step.
         keeps_buffers: Whether they are kept so on this device because of the micro-batches: of several devices the
             first one keeps them anyway, and no other one does.
-        left: What a step in one piece leaves on its module, as attributes that stay.
+        left_behind: What a step in one piece leaves on its module, as attributes that stay.
     """
 
     gradients: int = 0
     buffers: int = 0
     keeps_buffers: bool = True
-    left: int = 0
+    left_behind: int = 0
 
     def of(self, number: int) -> int:
         """Bytes beside so many micro-batches."""
@@ -217,7 +217,7 @@ class BesideActivations:
 
     def _bytes_of_copies(self, number: int) -> int:
         """Of what the first one has left, with which all others are to begin the next step."""
-        return self.left * (number - 1) // number
+        return self.left_behind * (number - 1) // number
 
     def describe(self, number: int) -> str:
         """The same in words."""
@@ -226,7 +226,7 @@ class BesideActivations:
             parts.append(f"{format_bytes(self.gradients)} of gradients that earlier ones leave")
         if self.buffers:
             parts.append(f"{format_bytes(self._bytes_of_buffers(number))} of buffers, which each has its own copies of")
-        if self.left:
+        if self.left_behind:
             parts.append(f"{format_bytes(self._bytes_of_copies(number))} of copies of what the first one leaves")
         return " and ".join(parts)
 

@@ -257,7 +257,7 @@ class Profile:
         called: How often each module is called with gradients, by path; empty where calls were not counted.
         returned: Bytes of the memory of what the step returns beside its loss.
         merged: Bytes of the tensors in that, made anew.
-        left: Bytes that the step has made and that are there after it, beside gradients.
+        left_behind: Bytes that the step has made and that are there after it, beside gradients.
     """
 
     values: tuple[SavedValue, ...]
@@ -286,7 +286,7 @@ class Profile:
     called: tuple[tuple[str, int], ...] = ()
     returned: int = 0
     merged: int = 0
-    left: int = 0
+    left_behind: int = 0
 
     @property
     def peak(self) -> int:

@@ -93,7 +93,7 @@ def full_step(step: ProfiledStep, names: CallNames, lifetimes: Lifetimes, counts
         called=tuple(sorted(counts.found.pop())),
         returned=course.returned[0],
         merged=course.returned[1],
-        left=_left(step, trace, gradients),
+        left_behind=_left_behind(step, trace, gradients),
     )
 
 
@@ -143,7 +143,7 @@ def _run_with_everything_kept(
     )
 
 
-def _left(step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemory) -> int:
+def _left_behind(step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemory) -> int:
     """Bytes that the step has made and that outlast it, such as what a module keeps of its last call."""
     # What a step by hand leaves is its optimizers', which are counted with their states. A run that holds no output
     # holds something in place of those of other slices, which no step leaves.

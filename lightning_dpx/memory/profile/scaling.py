@@ -40,7 +40,7 @@ def extrapolate(few: Profile, more: Profile, rows: tuple[int, int], target: int)
         codes=tuple(map(line.code, few.codes, more.codes)),
         returned=line.size(few.returned, more.returned),
         merged=line.size(few.merged, more.merged),
-        left=line.size(few.left, more.left),
+        left_behind=line.size(few.left_behind, more.left_behind),
     )
 
 
@@ -204,7 +204,7 @@ def scaled(profile: Profile, factor: float, in_time: float | None = None) -> Pro
         overhead=profile.overhead.scaled(in_time),
         returned=round(profile.returned * factor),
         merged=round(profile.merged * factor),
-        left=round(profile.left * factor),
+        left_behind=round(profile.left_behind * factor),
     )
 
 

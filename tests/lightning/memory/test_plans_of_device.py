@@ -74,7 +74,7 @@ def test_a_plan_leaves_room_for_what_steps_leave(accelerator: str, caplog: Any) 
     budget = 4 * 2**20
     with caplog.at_level("INFO"):
         peaks = peaks_within(budget, accelerator, micro_batches=1)
-    assert peaks.profile.left == LEFT
+    assert peaks.profile.left_behind == LEFT
     # The host counts the batch as well; a device has its copy among the activations of a step.
     beside = static_bytes(Remembers()) + LEFT + (ROWS * 64 * 4 if accelerator == "cpu" else 0)
     assert beside + peaks.plan.peak <= budget
@@ -86,7 +86,7 @@ def test_a_plan_leaves_room_for_what_steps_leave(accelerator: str, caplog: Any) 
 def test_micro_batches_leave_theirs_each_on_a_module_of_its_own() -> None:
     budget = int(3.5 * 2**20)
     peaks = peaks_within(budget, "sim", micro_batches=2, verify="off")
-    assert 2 * peaks.profile.left == LEFT
+    assert 2 * peaks.profile.left_behind == LEFT
     assert all(num_bytes <= budget for num_bytes in peaks.bytes[1:])
 
 

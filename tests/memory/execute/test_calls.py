@@ -24,7 +24,7 @@ from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.execute.calls import Call, repeating
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from tests import helpers
 from tests.conftest import SIMULATED, simulated_bytes
@@ -80,7 +80,7 @@ def reasons(module: nn.Module, x: Tensor) -> set[str]:
 
 def allocated_peak(module: nn.Module, x: Tensor) -> int:
     """By the allocator's account, which knows of the generators' states that calls keep."""
-    run = loss_of(module, Inputs((x,), {}))
+    run = run_to_loss(module, Inputs((x,), {}))
     module.zero_grad(set_to_none=True)
     return peak_of_passing(lambda: run().backward())
 

@@ -14,7 +14,7 @@ import lightning_dpx as dpx
 from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import plan_profile, profile_module
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from lightning_dpx.memory.plan.forecast import forecast
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
@@ -28,7 +28,7 @@ FLOORS = {"perceptron": 0.25, "convolution": 0.51, "channels last": 0.41, "one d
 def test_values_are_made_from_others_that_do_not_stay(name: str) -> None:
     torch.manual_seed(0)
     module, rows = NETS[name]()
-    run = loss_of(module, Inputs((rows,), {}))
+    run = run_to_loss(module, Inputs((rows,), {}))
     run().backward()  # libraries fill caches
     module.zero_grad()
     torch.manual_seed(1)
@@ -167,7 +167,7 @@ def test_the_states_of_generators_that_are_kept_count() -> None:
     """Five thousand bytes for each call that is made again, beside activations of little more."""
     torch.manual_seed(0)
     module, x = nn.Sequential(*(Drawing() for _ in range(6))), torch.randn(2, 32, 32)
-    run = loss_of(module, Inputs((x,), {}))
+    run = run_to_loss(module, Inputs((x,), {}))
     run().backward()
     module.zero_grad()
     profile = profile_module(module, x)

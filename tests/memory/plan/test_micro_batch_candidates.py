@@ -355,7 +355,7 @@ def test_buffers_that_are_kept_anyway_count_once_less() -> None:
 
 
 def test_what_steps_leave_is_copied_for_all_micro_batches_but_the_first() -> None:
-    beside = BesideActivations(left=800)
+    beside = BesideActivations(left_behind=800)
     assert [beside.of(number) for number in (1, 2, 4)] == [0, 400, 600]
     assert "600 bytes of copies" in beside.describe(4)
 

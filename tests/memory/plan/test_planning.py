@@ -27,7 +27,7 @@ from lightning_dpx.memory import (
     summary,
 )
 from lightning_dpx.memory.apply import applied_plan
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.solvers.repair import fill
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def measured_peak(module: nn.Module, x: Tensor, device: torch.device = CPU) -> int:
-    run = loss_of(module, Inputs((x,), {}))
+    run = run_to_loss(module, Inputs((x,), {}))
     module.zero_grad(set_to_none=True)
     trace = MemoryTrace(device)
     with trace:
@@ -444,7 +444,7 @@ def test_the_headline_of_the_paper_in_bytes_and_flops() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(150)))
     x = torch.randn(2, 3, 16, 16)
-    run = loss_of(module, Inputs((x,), {}))
+    run = run_to_loss(module, Inputs((x,), {}))
 
     def flops() -> int:
         with FlopCounterMode(display=False) as counter:

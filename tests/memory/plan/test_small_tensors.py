@@ -10,7 +10,7 @@ from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import plan_profile, profile_module
 from lightning_dpx.memory.execute.saved_tensor_hooks import SMALL
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from lightning_dpx.memory.plan.problem import Problem
 from lightning_dpx.memory.plan.solvers.bounds import Relaxation, least_bytes
 
@@ -70,7 +70,7 @@ def made(*, by_hand: bool = False) -> tuple[nn.Module, Tensor]:
 
 
 def peak(module: nn.Module, x: Tensor) -> int:
-    run = loss_of(module, Inputs((x,), {}))
+    run = run_to_loss(module, Inputs((x,), {}))
     run().backward()
     module.zero_grad()
     return peak_of_passing(lambda: run().backward())
@@ -81,11 +81,15 @@ def test_a_budget_near_that_of_checkpointed_blocks_is_reached() -> None:
     plain, by_hand = peak(*made()), peak(*made(by_hand=True))
     assert by_hand < 0.7 * plain
     module, x = made()
-    expected = torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters()))
+    expected = torch.autograd.grad(run_to_loss(module, Inputs((x,), {}))(), list(module.parameters()))
     plan = dpx.search_plan(module, x, budget=int(1.1 * by_hand))
     dpx.apply_plan(module, plan)
     assert all(
-        map(torch.equal, expected, torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters())))
+        map(
+            torch.equal,
+            expected,
+            torch.autograd.grad(run_to_loss(module, Inputs((x,), {}))(), list(module.parameters())),
+        )
     )
     assert peak(module, x) <= 1.1 * by_hand
     times = [decision.seconds for decision in plan.decisions if decision.action == "replay"]
@@ -98,11 +102,15 @@ def test_calls_that_save_nothing_but_small_tensors_are_replayed() -> None:
     module, x = Cells(), torch.randn(ROWS, TURNS, WIDTH)
     plain, by_hand = peak(module, x), peak(Cells(by_hand=True), x)
     assert by_hand < plain
-    expected = torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters()))
+    expected = torch.autograd.grad(run_to_loss(module, Inputs((x,), {}))(), list(module.parameters()))
     plan = dpx.search_plan(module, x, budget=by_hand)
     dpx.apply_plan(module, plan)
     assert all(
-        map(torch.equal, expected, torch.autograd.grad(loss_of(module, Inputs((x,), {}))(), list(module.parameters())))
+        map(
+            torch.equal,
+            expected,
+            torch.autograd.grad(run_to_loss(module, Inputs((x,), {}))(), list(module.parameters())),
+        )
     )
     assert plan.peak is not None
     assert plan.peak <= by_hand

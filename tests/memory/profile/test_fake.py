@@ -17,7 +17,7 @@ import lightning_dpx as dpx
 from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.staged import STAGED_MODELS, Chain
 from lightning_dpx.memory import Profile, plan_profile, profile_module, summary
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from tests.conftest import SIMULATED
 from tests.memory.execute.test_neighbours import Blocks
 from tests.memory.models import AWKWARD, GPT, ORDINARY, Block, Case
@@ -202,7 +202,7 @@ class Caches(LightningModule):
 def test_nothing_is_changed() -> None:
     torch.manual_seed(0)
     module, x = Caches(), torch.randn(128, 64)
-    loss_of(module, Inputs((x,), {}))().backward()
+    run_to_loss(module, Inputs((x,), {}))().backward()
     module.table = None
     del module.mask
     module.seen.clear()
@@ -219,7 +219,7 @@ def test_nothing_is_changed() -> None:
     assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
-    loss_of(module, Inputs((x,), {}))().backward()
+    run_to_loss(module, Inputs((x,), {}))().backward()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", *([] if SIMULATED else ["sim:1"])])

@@ -73,4 +73,4 @@ def test_what_a_step_leaves_on_its_module_is_told_with_a_buffer_beside_the_one_t
     module = _Remembers()
     rows = torch.randn(32, 64)
     step = HeldOutput(lambda: module(rows), lambda loss: loss)
-    assert profile_step(module, step, torch.device("cpu")).left == 32 * 64 * 4 + 64 * 4
+    assert profile_step(module, step, torch.device("cpu")).left_behind == 32 * 64 * 4 + 64 * 4

@@ -50,6 +50,6 @@ def test_steps_that_differ_are_taken_in_proportion_to_the_larger_but_for_their_t
 
 
 def test_what_a_step_leaves_is_on_the_line_or_in_proportion() -> None:
-    few, more = replace(dropout_on(32), left=40), replace(dropout_on(64), left=60)
-    assert extrapolate(few, more, (32, 64), 128).left == 100
-    assert scaled(more, 2).left == 120
+    few, more = replace(dropout_on(32), left_behind=40), replace(dropout_on(64), left_behind=60)
+    assert extrapolate(few, more, (32, 64), 128).left_behind == 100
+    assert scaled(more, 2).left_behind == 120

@@ -16,7 +16,7 @@ import lightning_dpx as dpx
 from lightning_dpx.activations import Inputs
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import Profile, plan_profile, profile_module
-from lightning_dpx.memory.module_step import loss_of
+from lightning_dpx.memory.module_step import run_to_loss
 from lightning_dpx.memory.profile.data import most_with
 from lightning_dpx.memory.tracing.allocator_account import OperatorMemory
 from tests.conftest import SIMULATED
@@ -30,7 +30,7 @@ def build(name: str, *, gradients: bool) -> tuple[nn.Module, Tensor]:
     """A net that has taken a step, and kept the gradients of it or not."""
     torch.manual_seed(0)
     module, rows = NETS[name]()
-    loss_of(module, Inputs((rows,), {}))().backward()
+    run_to_loss(module, Inputs((rows,), {}))().backward()
     if not gradients:
         module.zero_grad(set_to_none=True)
     return module, rows
@@ -41,7 +41,7 @@ def peak_and_gradients(module: nn.Module, rows: Tensor) -> tuple[int, list[Tenso
     gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
     buffers = [buffer.clone() for buffer in module.buffers()]
     torch.manual_seed(1)
-    peak = peak_of_passing(lambda: loss_of(module, Inputs((rows,), {}))().backward())
+    peak = peak_of_passing(lambda: run_to_loss(module, Inputs((rows,), {}))().backward())
     found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
@@ -88,7 +88,7 @@ def test_so_they_are_on_devices_whose_allocator_counts(name: str, sim: Any) -> N
     def peak() -> int:
         before = sim.memory_allocated(0)
         sim.reset_peak_memory_stats(0)
-        loss_of(module, Inputs((rows,), {}))().backward()
+        run_to_loss(module, Inputs((rows,), {}))().backward()
         return int(sim.max_memory_allocated(0) - before)
 
     peak()  # leaves gradients there
