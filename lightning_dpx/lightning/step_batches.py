@@ -30,7 +30,8 @@ class StepBatches:
         self._session = session
         self._module = session.module
         self.writes: BatchWrites = BatchWrites()
-        self._is_on_host: bool = is_host(session.strategy.root_device)
+        strategy = session.strategy
+        self._shows_on_device: bool = not is_host(strategy.root_device) and not strategy.plans_memory
         self._looked_at_before: dict[tuple[Any, int], bool] = {}
         self._in_place: Any = _MISSING  # a batch that hooks and the one replica share
 
@@ -42,8 +43,9 @@ class StepBatches:
             self.writes.forget()
             self._in_place = batch
             return batch
-        # Such a hook may give it to the module, or keep it for the step: on one device it finds it there.
-        if not self._is_on_host and self._is_looked_at_before():
+        # Such a hook may give it to the module, or keep it for the step: on one device it finds it there. A plan counts
+        # the rows of the slice that is at work, and not those of all.
+        if self._shows_on_device and self._is_looked_at_before():
             batch = transfer_batch(self._module, batch, self._session.strategy.root_device)
         if self.writes.is_for(self._module):
             return self.writes.show(batch)

@@ -26,10 +26,13 @@ def is_looked_at(module: LightningModule) -> bool:
 
 
 def is_looked_at_before(module: LightningModule) -> bool:
-    """Whether a hook of the user's gets the batch before the step, and nothing of the user's would yet change it."""
+    """Whether a hook of the module gets the batch before the step, and nothing of the user's would yet change it.
+
+    Callbacks have such hooks to note times and numbers of batches: for them no batch is moved whole.
+    """
     trainer: Any = module.trainer
     start = _end_hook(trainer).replace("_end", "_start")
-    return has_hooks(module, trainer.callbacks, [start]) and Transfer(trainer, module, 0).is_plain
+    return has_hooks(module, (), [start]) and Transfer(trainer, module, 0).is_plain
 
 
 def tell_of_start_hooks(module: LightningModule) -> None:
