@@ -31,7 +31,7 @@ class JoinRules:
 
     Attributes:
         learned: The rules that fitted all that a rehearsal has seen, the likeliest first.
-        guessed: Numbers that differed between replicas, and what was made of them.
+        guessed: Numbers that differed between replicas, and what was made of them, where that is not sure.
     """
 
     learned: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -46,11 +46,14 @@ class JoinSettings:
         rows: Rows of each part.
         dim: The batch dim to look for first.
         number: What floating-point numbers are unless something else is known: ``"mean"`` or ``"sum"``.
+        extreme: The rule by which the metric takes values together that it is given one after the other, ``"largest"``
+            or ``"smallest"``; empty for others.
     """
 
     rows: tuple[int, ...]
     dim: int = 0
     number: str = MEAN
+    extreme: str = ""
 
 
 def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRules) -> Arguments:
@@ -116,7 +119,9 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         return _rebuild(parts[0], keys, joined)
     # Equal numbers are the same number in any case; only where they differ is the user told
     # of a guess.
-    if rule in (MEAN, SUM) and not learned and not _are_equal(parts):
+    is_guess = rule in (MEAN, SUM) and not learned
+    # Few rows tell an extreme of them from the value of one of them only by chance.
+    if (is_guess or rule == settings.extreme) and not _are_equal(parts):
         rules.guessed[path] = rule
     return _apply(rule, list(parts), settings)
 
@@ -197,7 +202,7 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
             rules.insert(0, SAME)
         elif _are_equal(parts):
             rules.append(SAME)
-        rules += [SUM, MEAN, *_extremes_of(parts[0])]
+        rules += [SUM, MEAN, *_extremes(parts[0], settings)]
     return rules
 
 
@@ -209,19 +214,22 @@ def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
         rules.remove(settings.number)
         rules.insert(0, settings.number)
     # Last, as they are learned and never guessed.
-    rules += _extremes_of(parts[0])
+    rules += _extremes(parts[0], settings)
     if _are_equal(parts):
         return [SAME, *rules]
     return rules
 
 
-def _extremes_of(part: Any) -> list[str]:
-    """The rules for extremes, of values that have an order: complex numbers have none."""
+def _extremes(part: Any, settings: JoinSettings) -> list[str]:
+    """The rule for extremes where the metric keeps one itself, and values have an order: complex numbers have none."""
+    # Of two slices one has the larger number: whatever is that of one row, such as the loss of the first, would fit.
+    if not settings.extreme:
+        return []
     if isinstance(part, Tensor):
         is_ordered = part.layout == torch.strided and not part.is_complex()
     else:
         is_ordered = np.asarray(part).dtype.kind in "iuf"
-    return [LARGEST, SMALLEST] if is_ordered else []
+    return [settings.extreme] if is_ordered else []
 
 
 def _list_rules(parts: list[Any], settings: JoinSettings) -> Iterator[tuple[str, Any]]:

@@ -20,11 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics import MaxMetric, Metric, MetricCollection, MetricTracker, MinMetric
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.lightning_api import rank_zero_info
-from lightning_dpx.lightning.metrics.arguments import Arguments, JoinRules, JoinSettings, join_calls, learn_calls
+from lightning_dpx.lightning.metrics.arguments import (
+    LARGEST,
+    MEAN,
+    SMALLEST,
+    SUM,
+    Arguments,
+    JoinRules,
+    JoinSettings,
+    join_calls,
+    learn_calls,
+)
 from lightning_dpx.lightning.metrics.slice_values import SliceMetrics
 from lightning_dpx.lightning.metrics.values import SharedValue, shared_value
 from lightning_dpx.python_objects.overrides import Overrides
@@ -36,6 +46,12 @@ from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
 KINDS = (Metric, MetricCollection, MetricTracker)
 DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
 MOVES = ("to", "cuda", "cpu")  # they return the metric
+_IN_WORDS = {
+    MEAN: "their mean over the rows",
+    SUM: "their sum",
+    LARGEST: "the largest of them",
+    SMALLEST: "the smallest of them",
+}
 AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
 
 
@@ -373,7 +389,7 @@ class ReplicaMetrics:
         method = call.method
         parts = list(arguments.values())
         rules = self._rules.setdefault((id(metric), method), JoinRules())
-        settings = JoinSettings(rows=rows, dim=self.dim, number=self._number)
+        settings = JoinSettings(rows=rows, dim=self.dim, number=self._number, extreme=_extreme_of(metric))
         if self.example is not None:
             # The rehearsal has run the same rows as one device, which tells the rule.
             given = self.example.calls.get((self._name(metric), method, number))
@@ -381,8 +397,7 @@ class ReplicaMetrics:
                 learn_calls(given, parts, settings, rules)
         joined = join_calls(parts, settings, rules)
         for path, rule in rules.guessed.items():
-            what = "their mean over the rows" if rule == "mean" else "their sum"
-            self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {what}")
+            self._tell(f"{self._name(metric)}.{method}() gets numbers of the replicas at {path} as {_IN_WORDS[rule]}")
         return joined
 
     def _at_home(self, call: _Call, batch_slice: BatchSlice) -> Arguments:
@@ -468,6 +483,13 @@ def recorded_calls(metrics: Mapping[str, nn.Module]) -> Iterator[CallLog]:
         yield log
     finally:
         routes.put_back()
+
+
+def _extreme_of(metric: Any) -> str:
+    """The rule by which ``metric`` takes its values together where that is an extreme; empty otherwise."""
+    if isinstance(metric, MaxMetric):
+        return LARGEST
+    return SMALLEST if isinstance(metric, MinMetric) else ""
 
 
 def _copied(tensor: Tensor) -> Tensor:

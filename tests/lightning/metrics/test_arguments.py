@@ -1,5 +1,6 @@
 """What replicas give to a metric is put together as one device would have given it, and rules are learned."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,15 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 import lightning_dpx as dpx
 from lightning_dpx.errors import GatherError
-from lightning_dpx.lightning.metrics.arguments import JoinRules, JoinSettings, join, join_calls, learn_calls
+from lightning_dpx.lightning.metrics.arguments import (
+    LARGEST,
+    SMALLEST,
+    JoinRules,
+    JoinSettings,
+    join,
+    join_calls,
+    learn_calls,
+)
 from tests.conftest import Classifier, make_loader, make_trainer
 
 UNEVEN = JoinSettings(rows=(3, 2))
@@ -82,26 +91,49 @@ def test_a_rehearsal_tells_means_from_sums_and_constants_from_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "whole", "later", "expected"),
+    ("extreme", "parts", "whole", "later", "expected"),
     [
-        ([torch.tensor(1.0), torch.tensor(3.0)], torch.tensor(3.0), [torch.tensor(9.0), torch.tensor(4.0)], 9.0),
-        ([torch.tensor(1), torch.tensor(3)], torch.tensor(1), [torch.tensor(9), torch.tensor(4)], 4),
-        ([1.0, 3.0], 3.0, [9.0, 4.0], 9.0),
-        ([np.float64(1.0), np.float64(3.0)], np.float64(1.0), [np.float64(9.0), np.float64(4.0)], 4.0),
-        ([rows(4), rows(4).flip(0)], torch.tensor([3.0, 2, 2, 3]), [rows(4), rows(4, start=1)], [1.0, 2, 3, 4]),
+        (
+            LARGEST,
+            [torch.tensor(1.0), torch.tensor(3.0)],
+            torch.tensor(3.0),
+            [torch.tensor(9.0), torch.tensor(4.0)],
+            9.0,
+        ),
+        (SMALLEST, [torch.tensor(1), torch.tensor(3)], torch.tensor(1), [torch.tensor(9), torch.tensor(4)], 4),
+        (LARGEST, [1.0, 3.0], 3.0, [9.0, 4.0], 9.0),
+        (SMALLEST, [np.float64(1.0), np.float64(3.0)], np.float64(1.0), [np.float64(9.0), np.float64(4.0)], 4.0),
+        (
+            LARGEST,
+            [rows(4), rows(4).flip(0)],
+            torch.tensor([3.0, 2, 2, 3]),
+            [rows(4), rows(4, start=1)],
+            [1.0, 2, 3, 4],
+        ),
     ],
     ids=str,
 )
-def test_a_rehearsal_tells_extremes(parts: list[Any], whole: Any, later: list[Any], expected: Any) -> None:
+def test_a_metric_of_extremes_may_be_given_them(
+    extreme: str, parts: list[Any], whole: Any, later: list[Any], expected: Any
+) -> None:
     rules = JoinRules()
-    assert learn_calls(((whole,), {}), [((part,), {}) for part in parts], UNEVEN, rules) == []
-    (joined,), _ = join_calls([((part,), {}) for part in later], EVEN, rules)
+    settings = replace(UNEVEN, extreme=extreme)
+    assert learn_calls(((whole,), {}), [((part,), {}) for part in parts], settings, rules) == []
+    (joined,), _ = join_calls([((part,), {}) for part in later], settings, rules)
     assert torch.equal(torch.as_tensor(joined), torch.as_tensor(expected, dtype=torch.as_tensor(joined).dtype))
+    assert rules.guessed == {"argument 0": extreme}
+
+
+@pytest.mark.parametrize("whole", [torch.tensor(1.0), torch.tensor(3.0)], ids=["the first", "the last"])
+def test_what_is_of_one_row_is_no_extreme(whole: torch.Tensor) -> None:
+    parts = [((torch.tensor(1.0),), {}), ((torch.tensor(3.0),), {})]
+    assert learn_calls(((whole,), {}), parts, UNEVEN, JoinRules()) == ["argument 0"]
 
 
 def test_complex_numbers_have_no_extremes() -> None:
-    parts = [torch.tensor(1j), torch.tensor(3j)]
-    assert learn_calls(((parts[1],), {}), [((part,), {}) for part in parts], UNEVEN, JoinRules()) == ["argument 0"]
+    parts = [((torch.tensor(number),), {}) for number in (1j, 3j)]
+    settings = replace(UNEVEN, extreme=LARGEST)
+    assert learn_calls(parts[1], parts, settings, JoinRules()) == ["argument 0"]
 
 
 def test_zeros_fit_many_rules_and_decide_nothing() -> None:
@@ -149,3 +181,23 @@ def test_the_check_before_the_first_step_tells_metrics_sums_from_means(num_repli
     ours = fit(strategy=dpx.DPXStrategy(execution=execution), devices=num_replicas)
     for name, value in fit().items():
         torch.testing.assert_close(ours[name].cpu(), value)
+
+
+class MeanOfFirst(Classifier):
+    """A metric is given what is of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.first.update(losses[0].detach())
+        return losses.mean()
+
+
+def test_what_a_metric_is_given_of_one_row_is_announced(recwarn: Any) -> None:
+    torch.manual_seed(0)
+    strategy = dpx.DPXStrategy(execution="inline")
+    make_trainer(max_epochs=1, strategy=strategy, devices=2).fit(MeanOfFirst(), make_loader())
+    assert any("what steps add up in self.first.mean_value" in str(warning.message) for warning in recwarn)
