@@ -35,23 +35,37 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _has_elements_in_common(tensor: torch.Tensor) -> bool:
-    """Whether one place of memory may be more than one element, as in windows that overlap."""
+def _strides_with_small_gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides by which kernels loop as over ``tensor``, without the memory between its elements.
+
+    rows of 64 in a storage of rows of 512: (512, 1) --> (65, 1), and dims without a gap have none here
+
+    Returns:
+        ``None`` where one place of memory may be more than one element, as in windows that overlap.
+    """
+    strides = list(tensor.stride())
     reach = 0  # from the first element to the last of the dims so far
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
+    whole = 1  # the stride of a dim that follows on them without a gap ...
+    found_whole = 1  # ... and here
+    for stride, size, dim in sorted(zip(strides, tensor.size(), range(tensor.ndim), strict=True)):
+        if size <= 1:
+            continue
+        if stride <= reach:
+            return None
+        # Loops over dims without a gap are one loop, so a gap must stay one, be it of one element.
+        strides[dim] = found_whole if stride == whole else found_whole + 1
+        reach += (size - 1) * stride
+        whole = size * stride
+        found_whole = size * strides[dim]
+    return tuple(strides)
 
 
 class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
     On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`. They lie
-    there side by side. What is fetched has the strides of the original: a kernel may round by them (on a CPU an
-    exponential is computed in another way for elements that are apart).
+    there side by side. What is fetched has gaps where the original has them, of one element, as a kernel may round by
+    them: on a CPU an exponential is computed in another way for elements that are apart.
 
     Args:
         tensor: Where it is now is where it comes back to. It must not be written to before :meth:`free_original`.
@@ -60,13 +74,15 @@ class OffloadedTensor:
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self._device = tensor.device
-        self._size = tensor.size()
-        unique = _without_repeats(tensor)
-        # Nothing can be written to windows that overlap, so they come back side by side.
-        self._strides = None if _has_elements_in_common(unique) else unique.stride()
         self._arriving: _Arriving | torch.Tensor | None = None
         self._original: torch.Tensor | None = tensor
         self._copied: torch.cuda.Event | None = None
+        # Ragged tensors have no strides, and those of a class of their own are made anew by nothing but a move.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_quantized)
+        unique = _without_repeats(tensor) if is_plain else tensor
+        self._size = tensor.size() if unique is not tensor else None
+        # Nothing can be written to windows that overlap, so they come back side by side.
+        self._strides = _strides_with_small_gaps(unique) if is_plain else None
         if tensor.device.type != "cuda":
             self._values = moved(unique, device)
             return
@@ -100,9 +116,9 @@ class OffloadedTensor:
             return self._arriving
         if self._copied is None:
             # The copy that is made anyway may have them.
-            if self._strides in (None, self._values.stride()):
-                return moved(self._values, self._device).expand(self._size)
-            return self._room().copy_(self._values).expand(self._size)
+            if self._strides is None or self._strides == self._values.stride():
+                return self._repeated(moved(self._values, self._device))
+            return self._repeated(self._room().copy_(self._values))
         owner = torch.cuda.current_stream(self._device)
         side = _fetch_stream(self._device)
         # Allocated before the side stream is entered: the memory belongs to the
@@ -112,7 +128,11 @@ class OffloadedTensor:
         side.wait_event(self._copied)
         with torch.cuda.stream(side):
             tensor.copy_(self._values, non_blocking=True)
-            return _Arriving(tensor.expand(self._size), side.record_event(), owner)
+            return _Arriving(self._repeated(tensor), side.record_event(), owner)
+
+    def _repeated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What was fetched, expanded as the original was."""
+        return tensor if self._size is None else tensor.expand(self._size)
 
     def _room(self) -> torch.Tensor:
         """Memory for what is fetched."""

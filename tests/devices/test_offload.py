@@ -39,25 +39,48 @@ MATRIX = torch.arange(24.0).reshape(4, 6)
 
 
 @pytest.mark.parametrize(
-    "view",
+    ("view", "strides"),
     [
-        lambda matrix: matrix,
-        lambda matrix: matrix.T,
-        lambda matrix: matrix.chunk(2, -1)[1],
-        lambda matrix: matrix[:, ::2].T,
-        lambda matrix: matrix[:, 1:2].expand(4, 5),
-        lambda matrix: matrix[1].expand(3, 2, 6),
-        lambda matrix: matrix[0, 0].expand(7),
-        lambda matrix: matrix[:, :0],
+        (lambda matrix: matrix, (6, 1)),
+        (lambda matrix: matrix.T, (1, 6)),
+        (lambda matrix: matrix.chunk(2, -1)[1], (4, 1)),
+        (lambda matrix: matrix[:, ::2].T, (2, 6)),
+        (lambda matrix: matrix[:, :4:3], (4, 2)),
+        (lambda matrix: matrix[:, 1:2].expand(4, 5), (2, 0)),
+        (lambda matrix: matrix[1].expand(3, 2, 6), (0, 0, 1)),
+        (lambda matrix: matrix[0, 0].expand(7), (0,)),
+        (lambda matrix: matrix[:, :0], (2, 1)),
+        (lambda matrix: matrix[:, None, 2], (2, 6)),
     ],
-    ids=["dense", "transposed", "half", "every other", "column repeated", "row repeated", "number repeated", "empty"],
-)
-def test_what_comes_back_lies_in_memory_as_before(view) -> None:
+    ids=[
+        "dense", "transposed", "half", "every other", "two apart", "column repeated", "row repeated", "number repeated",
+        "empty", "one alone",
+    ],
+)  # fmt: skip
+def test_what_comes_back_has_gaps_where_it_had_them_and_small_ones(view, strides: tuple[int, ...]) -> None:
     tensor = view(MATRIX.to(sim_device(1)))
     offloaded = OffloadedTensor(tensor, torch.device("cpu"))
     fetched = offloaded.fetch()
-    assert fetched.stride() == tensor.stride()
     assert torch.equal(fetched.cpu(), tensor.cpu())
+    assert fetched.stride() == strides
+
+
+def test_a_row_of_each_sample_comes_back_without_the_memory_of_all_rows(sim) -> None:
+    offloaded = OffloadedTensor(torch.ones(8, 100, 64, device=sim_device(1))[:, 0], torch.device("cpu"))
+    offloaded.free_original()
+    held = sim.memory_allocated(1)
+    fetched = offloaded.fetch()
+    assert fetched.shape == (8, 64)
+    assert sim.memory_allocated(1) - held <= 8 * 65 * 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_ragged_tensors_are_offloaded(layout: torch.layout) -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(4, 3)], layout=layout)
+    fetched = OffloadedTensor(ragged, torch.device("cpu")).fetch()
+    for one, other in zip(fetched.unbind(), ragged.unbind(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_windows_that_overlap_come_back_with_their_values() -> None:
