@@ -59,6 +59,27 @@ def test_rows_along_a_dim_that_nobody_named_are_not_averaged(workload: Any) -> N
             group.outputs_merged()
 
 
+class LastState(nn.Module):
+    """Rows (B, T, 3) to a state (4, B, 4) alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = lstm()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.net(rows)[1][0]
+
+
+def test_a_refusal_of_the_only_output_names_ways_that_lead_out() -> None:
+    with dpx.ReplicaGroup(LastState(), ["cpu", "cpu"]) as group:
+        group.forward(ROWS)
+        with pytest.raises(dpx.GatherError, match=r'batch_dim=\{"output": 1\}, or read outputs\(\)\.$'):
+            group.outputs_merged()
+    with dpx.ReplicaGroup(LastState(), ["cpu", "cpu"], batch_dim={"output": 1}) as group:
+        group.forward(ROWS)
+        torch.testing.assert_close(group.outputs_merged(), LastState()(ROWS))
+
+
 class Shares(nn.Module):
     """Rows (B, 3) to their product (B, 3), and to what has no rows: the weight (3, 3) and their mean."""
 

@@ -215,11 +215,13 @@ def _check_has_no_rows(parts: list[torch.Tensor], sizes: list[float], dim: int, 
     ]
     if not alike or all(torch.equal(part, parts[0]) for part in parts[1:]):
         return
-    output = f"output{path.removeprefix(_RESULT)}"
+    inner = path.removeprefix(_RESULT)
+    # A lone output has no path for which -1 would be taken.
+    without_rows = "-1 for what has no rows and is the same on all replicas" if inner else "read outputs()"
     raise GatherError(
         f"The replicas returned tensors of shapes {', '.join(str(tuple(part.shape)) for part in parts)} for {path}: "
         f"no rows along dim {dim}, and along dim {alike[0]} as many as each replica has. Say which it is: "
-        f'batch_dim={{"{output}": {alike[0]}}}, or -1 for what has no rows and is the same on all replicas.'
+        f'batch_dim={{"output{inner}": {alike[0]}}}, or {without_rows}.'
     )
 
 
