@@ -44,6 +44,7 @@ from lightning_dpx.memory.profile.abstract import first_rows
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.sharding import is_tensor_parallel, plan_of_first_rank
 from lightning_dpx.progress import shown
+from lightning_dpx.torch_compat import tree_leaves
 from lightning_dpx.units import parse_bytes, parse_share
 
 _LOG = logging.getLogger("lightning_dpx")
@@ -201,7 +202,10 @@ class _Search:
         """Of a profile in the cache."""
         if not self._cache.is_on:  # a key is a digest of all that the module leads to
             return ""
-        others = [str(self._device)]
+        others: list[Any] = [str(self._device)]
+        # Numbers and texts of a batch are data, and those that a forward gets are settings: which branch to take.
+        if not hasattr(self._module, "training_step"):
+            others += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, bool | int | float | str)]
         # A micro-batch finds gradients of earlier ones, and is another step than the first.
         if accumulates or _has_gradients(self._whole):
             others.append("accumulates")

@@ -92,6 +92,30 @@ def test_search_plan_finds_a_plan_where_that_is_asked_for(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 4
 
 
+class Branches(nn.Module):
+    """Keeps more where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, rows: torch.Tensor, kind: str = "short") -> torch.Tensor:
+        rows = self.layer(rows).tanh()
+        if kind == "long":
+            rows = rows.repeat(1, 8).tanh().sin()
+        return rows.sum()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_a_forward_is_told_beside_its_tensors_is_another_step(tmp_path: Path, by_name: bool) -> None:
+    module, rows = Branches(), torch.ones(32, 64)
+    peaks = []
+    for kind in ("short", "long", "short"):
+        inputs, kwargs = ((rows,), {"kind": kind}) if by_name else ((rows, kind), None)
+        peaks.append(search_plan(module, *inputs, kwargs=kwargs, plan_cache=tmp_path).peak)
+    assert peaks[0] == peaks[2] < peaks[1]
+
+
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 def test_a_simulated_device_with_another_link_is_another_device() -> None:
     module, x = chain()
