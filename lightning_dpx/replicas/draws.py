@@ -162,14 +162,17 @@ def drawn_on_devices(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Sourc
 
 
 def draws_both_ways(calls: Sequence[StepDraws]) -> bool:
-    """Whether a step draws some numbers of PyTorch once for its batch, and others by rows.
+    """Whether a step draws some numbers of a device once for its batch, and others by rows.
 
     Both come from one generator, so slices cannot begin where the batch began for some of them only.
 
     Args:
         calls: As of :func:`drawn_once`.
     """
-    by_call = {call.of_torch for call in calls}
+    return any(map(_are_both, ({call.of_torch for call in calls}, {call.of_devices for call in calls})))
+
+
+def _are_both(by_call: set[tuple[int, ...]]) -> bool:
     # Draws of another number of calls, as in a loop over rows, have no counterparts.
     if len(by_call) == 1 or len(set(map(len, by_call))) > 1:
         return False

@@ -139,18 +139,19 @@ class SameDraws(TorchDispatchMode):
             # A dict, for its order: the first to be named is the first that drew.
             self.left_alone[str(func.overloadpacket)] = None
             result = func(*args, **kwargs)
-            self._note_draw(tree_leaves(result))
+            # The first is what was drawn for: others may be a seed, or packed weights, of one size for all rows.
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._note_draw(tensors[:1])
             return result
         result = draw(func, args, kwargs)
         # native_dropout also returns its mask.
         drawn = result[0] if isinstance(result, tuple) else result
-        self._note_draw([drawn])
+        self._note_draw([drawn] if isinstance(drawn, torch.Tensor) else [])
         self.draws.append(math.prod(_shape_of_pattern(drawn)))
         return result
 
-    def _note_draw(self, drawn: Iterable[Any]) -> None:
-        tensors = [leaf for leaf in drawn if isinstance(leaf, torch.Tensor)]
-        for tensor in tensors:
+    def _note_draw(self, drawn: Iterable[torch.Tensor]) -> None:
+        for tensor in drawn:
             sizes = self.on_host if is_host(tensor.device) else self.on_devices
             sizes.append(tensor.numel())
 

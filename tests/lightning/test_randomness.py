@@ -258,22 +258,41 @@ def test_what_a_step_draws_for_its_batch_is_drawn_once(execution: str, num_repli
 class ScalesOnItsDevice(Classifier):
     """Draws a number for its batch from the generator of its device."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        scale = torch.rand((), device=self.device)
-        return F.cross_entropy(self.net(batch[0] * scale), batch[1])
+    def __init__(self, *, by_hand: bool, drops: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.drops = drops
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0] * torch.rand((), device=self.device)
+        loss = F.cross_entropy(self.net(F.dropout(rows, 0.3) if self.drops else rows), batch[1])
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+def trained_by_own_draws(num_replicas: int, execution: str, **options: bool) -> dict[str, torch.Tensor]:
+    seed_everything(3, verbose=False)
+    model = ScalesOnItsDevice(**options)
+    trainer = make_trainer(strategy=DPXStrategy(execution=execution), devices=num_replicas)
+    trainer.fit(model, make_loader(53), make_loader(53))
+    return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.filterwarnings("ignore:.*draws random numbers on the CPU")
+@pytest.mark.filterwarnings("ignore:.*It draws random numbers once")
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("num_replicas", [2, 3])
-def test_what_a_device_draws_for_its_batch_is_that_of_the_first(execution: str, num_replicas: int) -> None:
-    def trained(devices: int) -> dict[str, torch.Tensor]:
-        seed_everything(3, verbose=False)
-        model = ScalesOnItsDevice()
-        trainer = make_trainer(strategy=DPXStrategy(execution=execution), devices=devices)
-        trainer.fit(model, make_loader(53), make_loader(53))
-        return {name: value.cpu() for name, value in model.state_dict().items()}
-
-    assert_equal(trained(num_replicas), trained(1))
+def test_what_a_device_draws_for_its_batch_is_that_of_the_first(
+    execution: str, num_replicas: int, by_hand: bool, drops: bool
+) -> None:
+    ours = trained_by_own_draws(num_replicas, execution, by_hand=by_hand, drops=drops)
+    assert_equal(ours, trained_by_own_draws(1, execution, by_hand=by_hand, drops=drops))
 
 
 class MixesOnce(Classifier):

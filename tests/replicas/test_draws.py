@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.preserve import GeneratorStates
-from lightning_dpx.replicas.draws import BatchDraws, DrawWatch, StepDraws, ThreadDraws, drawn_on_devices, drawn_once
+from lightning_dpx.replicas.draws import (
+    BatchDraws,
+    DrawWatch,
+    StepDraws,
+    ThreadDraws,
+    drawn_on_devices,
+    drawn_once,
+    draws_both_ways,
+)
 
 
 class Draws(nn.Module):
@@ -90,6 +98,8 @@ def test_draws_of_devices_are_told_apart_from_those_of_the_host() -> None:
     assert drawn_on_devices([of_devices(1, 20), of_devices(1, 12)]) == (set(), {"devices"})
     assert drawn_on_devices([of_devices(), of_devices()]) == (set(), set())
     assert drawn_once([of_devices(1), of_devices(1)]) == (set(), set())
+    assert draws_both_ways([of_devices(1, 20), of_devices(1, 12)])
+    assert not draws_both_ways([of_devices(20), of_devices(12)])
 
 
 def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:

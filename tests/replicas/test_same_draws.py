@@ -52,6 +52,19 @@ def test_dropout_of_few_features_never_drops_all_of_them() -> None:
         assert torch.equal(kept, kept[:1].expand_as(kept))
 
 
+@torch.library.custom_op(
+    "dpx_tests::drops_and_tells_its_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def drops_and_tells_its_seed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * torch.rand_like(x).gt(0.5), torch.ones(2)
+
+
+def test_a_seed_that_is_returned_beside_what_was_drawn_is_no_draw() -> None:
+    with SameDraws(nothing_shared()) as mode:
+        drops_and_tells_its_seed(torch.ones(4, 3))
+    assert mode.on_host == [12]
+
+
 OFF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5, training=False),
     "feature dropout": lambda x: F.dropout2d(x, 0.5, training=False),

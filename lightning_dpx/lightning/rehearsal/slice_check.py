@@ -8,6 +8,7 @@ whole, sliced --compare--> agree --> a second step, where the first has left som
 
 import torch
 
+from lightning_dpx.devices import distinct_devices
 from lightning_dpx.lightning.expected_gradient import names_gradients
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
 from lightning_dpx.lightning.rehearsal.comparison.comparer import (
@@ -115,15 +116,24 @@ class SliceCheck:
     def _note_draws(self, judge: JudgingRules, sliced: Observation) -> None:
         """What a step draws, and what of it once for its batch."""
         whole = self._whole
-        if not self._step.by_hand:  # whose slices take turns, and draw in between
-            calls = [*whole.draws.of_steps, *sliced.draws.of_steps]
-            once, by_rows = drawn_once(calls)
-            # Beside the host every device has a generator of its own: threads do not wait for one another's.
-            once_there, by_rows_there = drawn_on_devices(calls)
-            judge.draws_once = once | once_there
-            judge.draws_by_rows = by_rows | by_rows_there
+        calls = [*whole.draws.of_steps, *sliced.draws.of_steps]
+        once, by_rows = drawn_once(calls)
+        # Beside the host every device has a generator of its own: threads do not wait for one another's.
+        once_there, by_rows_there = drawn_on_devices(calls)
+        if self._step.by_hand:  # whose slices take turns, and draw in between
+            once, by_rows = set(), set()
+            if self._has_slices_on_one_device:
+                once_there, by_rows_there = set(), set()
+        judge.draws_once = once | once_there
+        judge.draws_by_rows = by_rows | by_rows_there
         # A step that draws for the first time later on is checked again, so any draw counts here.
         judge.draws = whole.draws.drew or bool(judge.draws_once or judge.draws_by_rows or whole.draws.left_alone)
+
+    @property
+    def _has_slices_on_one_device(self) -> bool:
+        """Whether there may be slices that go on from one another's draws."""
+        devices = [replica.device for replica in self._step.replicas.replicas]
+        return len(distinct_devices(devices)) < len(devices)
 
     def _refuse_lone_draws(self, sliced: Observation) -> None:
         """Raises where the step draws once for its batch what slices of the run would each draw for themselves.
@@ -135,6 +145,8 @@ class SliceCheck:
         """
         calls = [*self._whole.draws.of_steps, *sliced.draws.of_steps]
         once, _ = drawn_once(calls)
+        if self._has_slices_on_one_device:
+            once |= drawn_on_devices(calls)[0]
         # By hand slices meet in between, and take turns.
         if draws_both_ways(calls) or (self._step.by_hand and once):
             raise SlicesFail(
