@@ -157,7 +157,8 @@ class _Globals:
 
     def new_values(self) -> Iterator[tuple[str, Any]]:
         """Names and values of what was made since."""
-        for name in [name for name in self._space if name not in self._names]:
+        # In one go: another thread may make a global meanwhile.
+        for name in [name for name in list(self._space) if name not in self._names]:
             value = self._space[name]
             # Parts of packages are bound as they are imported, and never again. What Python keeps of a file, such as
             # the warnings that it has shown, is no state of a step.

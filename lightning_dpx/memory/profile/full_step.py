@@ -4,7 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_dpx.devices import synchronize
+import torch
+from torch import nn
+
+from lightning_dpx.devices import is_host, synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames
@@ -17,6 +20,7 @@ from lightning_dpx.memory.profile.lifetimes import Lifetimes
 from lightning_dpx.memory.profile.profiled_step import NO_LOSS, ProfiledStep
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
+from lightning_dpx.torch_compat import has_storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ def full_step(step: ProfiledStep, names: CallNames, lifetimes: Lifetimes, counts
     hooks = ProfilingHooks(names, trace, costs, ShardedUnits(step.module))
     names.listener = hooks.calls
     gradients = GradientMemory(step.module, trace)
+    attributes = _sizes_of_attributes(step.module)
     course = _run_with_everything_kept(step, hooks, trace, gradients, counts)
     end = course.end
     if course.asks_itself:
@@ -93,7 +98,7 @@ def full_step(step: ProfiledStep, names: CallNames, lifetimes: Lifetimes, counts
         called=tuple(sorted(counts.found.pop())),
         returned=course.returned[0],
         merged=course.returned[1],
-        left_behind=_left_behind(step, trace, gradients),
+        left_behind=_left_behind(step, trace, gradients, attributes),
     )
 
 
@@ -143,8 +148,17 @@ def _run_with_everything_kept(
     )
 
 
-def _left_behind(step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemory) -> int:
-    """Bytes that the step has made and that outlast it, such as what a module keeps of its last call."""
+def _left_behind(
+    step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemory, before: dict[tuple[int, str], tuple[int, int]]
+) -> int:
+    """Bytes that the step has made and that outlast it, such as what a module keeps of its last call.
+
+    Args:
+        step: Has run.
+        trace: Of it.
+        gradients: Which are counted apart.
+        before: Where attributes of the module were before it, and their bytes.
+    """
     # What a step by hand leaves is its optimizers', which are counted with their states. A run that holds no output
     # holds something in place of those of other slices, which no step leaves.
     if step.by_hand or not isinstance(step.run, HeldOutput):
@@ -152,7 +166,25 @@ def _left_behind(step: ProfiledStep, trace: MemoryTrace, gradients: GradientMemo
     # A new buffer in the place of another one is left as well: a replica lists its buffers until the next step, so both
     # are there.
     apart = gradients.allocations
-    return sum(one.num_bytes for one in trace.allocations if one.died is None and id(one) not in apart)
+    left = sum(one.num_bytes for one in trace.allocations if one.died is None and id(one) not in apart)
+    # What a device holds is measured there before a plan, what the attributes of its modules hold with it: sums of a
+    # metric come in the place of others. Of the host nobody can tell what it held.
+    if is_host(step.costs.device):
+        return left
+    after = _sizes_of_attributes(step.module)
+    replaced = sum(place[1] for key, place in before.items() if key in after and after[key] != place)
+    return max(0, left - replaced)
+
+
+def _sizes_of_attributes(module: nn.Module) -> dict[tuple[int, str], tuple[int, int]]:
+    """Where the tensors are that submodules hold as plain attributes, and their bytes; by submodule and name."""
+    found: dict[tuple[int, str], tuple[int, int]] = {}
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and has_storage(value):
+                storage = value.untyped_storage()
+                found[id(child), name] = (storage.data_ptr(), storage.nbytes())
+    return found
 
 
 def _storages(

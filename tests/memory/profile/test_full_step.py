@@ -1,10 +1,12 @@
 """What a step saves and asks for, with everything kept."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_dpx.memory import profile_module, profile_step
 from lightning_dpx.memory.profile.held_output import HeldOutput
+from tests.conftest import SIMULATED
 
 
 class Doubled(nn.Module):
@@ -74,3 +76,15 @@ def test_what_a_step_leaves_on_its_module_is_told_with_a_buffer_beside_the_one_t
     rows = torch.randn(32, 64)
     step = HeldOutput(lambda: module(rows), lambda loss: loss)
     assert profile_step(module, step, torch.device("cpu")).left_behind == 32 * 64 * 4 + 64 * 4
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_on_a_device_what_comes_in_the_place_of_another_tensor_is_not_left_beside_it() -> None:
+    device = torch.device("sim", 0)
+    module = _Remembers().to(device)
+    rows = torch.randn(32, 64).to(device)
+    step = HeldOutput(lambda: module(rows), lambda loss: loss)
+    first = profile_step(module, step, device).left_behind
+    module(rows)
+    # Only the buffer, which replicas list until the next step.
+    assert profile_step(module, step, device).left_behind == first - 32 * 64 * 4
