@@ -9,7 +9,7 @@ begins where the batch began, and draws the same:
 Where it draws so on its device, slices on other devices begin where the generator of the first device is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -121,13 +121,15 @@ class StepDraws:
         before: Where they were.
         after: Where it has left them.
         of_torch: How many numbers each draw from PyTorch's generator of the host had.
-        of_devices: How many each draw from the generator of another device had.
+        of_devices: How many each draw from the generator of another device had, but for masks.
+        of_masks: How many each mask had that such a generator drew.
     """
 
     before: GeneratorStates
     after: GeneratorStates
     of_torch: tuple[int, ...]
     of_devices: tuple[int, ...] = ()
+    of_masks: tuple[int, ...] = ()
 
 
 def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
@@ -154,9 +156,9 @@ def drawn_on_devices(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Sourc
     Args:
         calls: As there.
     """
-    if not any(call.of_devices for call in calls):
+    if not any(call.of_devices or call.of_masks for call in calls):
         return set(), set()
-    is_once = len({call.of_devices for call in calls}) == 1
+    is_once = any(call.of_devices for call in calls) and len({call.of_devices for call in calls}) == 1
     found: set[Source] = {"devices"}
     return (found, set()) if is_once else (set(), found)
 
@@ -169,14 +171,25 @@ def draws_both_ways(calls: Sequence[StepDraws]) -> bool:
     Args:
         calls: As of :func:`drawn_once`.
     """
-    return any(map(_are_both, ({call.of_torch for call in calls}, {call.of_devices for call in calls})))
+    of_devices = {call.of_devices for call in calls}
+    if any(map(_are_both, ({call.of_torch for call in calls}, of_devices))):
+        return True
+    # Masks by rows move the generator on, wherever slices begin.
+    masks_differ = len({call.of_masks for call in calls}) > 1
+    return masks_differ and any(_columns_that_agree(of_devices))
 
 
 def _are_both(by_call: set[tuple[int, ...]]) -> bool:
     # Draws of another number of calls, as in a loop over rows, have no counterparts.
     if len(by_call) == 1 or len(set(map(len, by_call))) > 1:
         return False
-    return any(len(set(numbers)) == 1 and numbers[0] > 0 for numbers in zip(*by_call, strict=True))
+    return any(_columns_that_agree(by_call))
+
+
+def _columns_that_agree(by_call: set[tuple[int, ...]]) -> Iterator[bool]:
+    """Of every draw that all calls have made, whether it had as many numbers in each of them."""
+    for numbers in zip(*by_call, strict=False):
+        yield len(set(numbers)) == 1 and numbers[0] > 0
 
 
 class BatchDraws:

@@ -18,6 +18,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, overload_name, schema_of, tree_leaves
 
 _SEEDS = 2**31 - 1
+_MASKS = frozenset({"native_dropout", "bernoulli", "bernoulli_"})  # operators that draw one
 _DROPOUTS = frozenset(
     {"dropout_p", "dropout", "train", "training"}
 )  # arguments with which an operator may draw nothing
@@ -97,7 +98,9 @@ class SameDraws(TorchDispatchMode):
             rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
         on_host: How many numbers each draw from the host's generator had.
-        on_devices: How many each draw from the generator of another device had.
+        on_devices: How many each draw from the generator of another device had, but for masks.
+        masks: How many numbers each mask had that a generator of another device drew, as dropout does: by design slices
+            have their own, also of what belongs to the whole batch (embeddings of relative positions, weights).
         dtypes: What the results of its operators are made of.
     """
 
@@ -107,6 +110,7 @@ class SameDraws(TorchDispatchMode):
         self.draws: list[int] = []
         self.on_host: list[int] = []
         self.on_devices: list[int] = []
+        self.masks: list[int] = []
         self.left_alone: dict[str, None] = {}
         self.dtypes: set[torch.dtype] = set()
 
@@ -141,18 +145,23 @@ class SameDraws(TorchDispatchMode):
             result = func(*args, **kwargs)
             # The first is what was drawn for: others may be a seed, or packed weights, of one size for all rows.
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            self._note_draw(tensors[:1])
+            self._note_draw(func, tensors[:1])
             return result
         result = draw(func, args, kwargs)
         # native_dropout also returns its mask.
         drawn = result[0] if isinstance(result, tuple) else result
-        self._note_draw([drawn] if isinstance(drawn, torch.Tensor) else [])
+        self._note_draw(func, [drawn] if isinstance(drawn, torch.Tensor) else [])
         self.draws.append(math.prod(_shape_of_pattern(drawn)))
         return result
 
-    def _note_draw(self, drawn: Iterable[torch.Tensor]) -> None:
+    def _note_draw(self, func: Any, drawn: Iterable[torch.Tensor]) -> None:
         for tensor in drawn:
-            sizes = self.on_host if is_host(tensor.device) else self.on_devices
+            if is_host(tensor.device):
+                sizes = self.on_host
+            elif func.overloadpacket.__name__ in _MASKS:
+                sizes = self.masks
+            else:
+                sizes = self.on_devices
             sizes.append(tensor.numel())
 
     @property

@@ -1,6 +1,7 @@
 """Dropout, activation checkpointing and reproducible runs, in every execution mode."""
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -293,6 +294,22 @@ def test_what_a_device_draws_for_its_batch_is_that_of_the_first(
 ) -> None:
     ours = trained_by_own_draws(num_replicas, execution, by_hand=by_hand, drops=drops)
     assert_equal(ours, trained_by_own_draws(1, execution, by_hand=by_hand, drops=drops))
+
+
+class DropsPositions(Classifier):
+    """Dropout of rows, and of something that all rows have in common, as embeddings of relative positions."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        common = F.dropout(torch.ones(8, device=self.device), 0.3)
+        return F.cross_entropy(self.net(F.dropout(batch[0], 0.3) + common), batch[1])
+
+
+def test_dropout_of_what_rows_have_in_common_leaves_all_devices_at_work(sim: Any, caplog: Any) -> None:
+    trainer = make_trainer(strategy=DPXStrategy(execution="inline"), devices=2, accelerator="sim")
+    with caplog.at_level("INFO"):
+        trainer.fit(DropsPositions(), make_loader(53), make_loader(53))
+    assert "whole" not in caplog.text
+    assert re.search("checked on .* training_step", caplog.text)
 
 
 class MixesOnce(Classifier):

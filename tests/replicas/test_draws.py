@@ -102,6 +102,20 @@ def test_draws_of_devices_are_told_apart_from_those_of_the_host() -> None:
     assert not draws_both_ways([of_devices(20), of_devices(12)])
 
 
+def test_slices_have_masks_of_their_own_also_for_what_belongs_to_the_batch() -> None:
+    def of_masks(*masks: int, drawn: tuple[int, ...] = ()) -> StepDraws:
+        return StepDraws(GeneratorStates(), GeneratorStates(), (), drawn, masks)
+
+    # Embeddings of positions, and rows.
+    calls = [of_masks(8, 20), of_masks(8, 12)]
+    assert drawn_on_devices(calls) == (set(), {"devices"})
+    assert not draws_both_ways(calls)
+    # Beside a number for the batch they leave the generator elsewhere on each slice.
+    assert draws_both_ways([of_masks(20, drawn=(1,)), of_masks(12, drawn=(1,))])
+    assert not draws_both_ways([of_masks(8, drawn=(1,)), of_masks(8, drawn=(1,))])
+    assert drawn_on_devices([of_masks(8, drawn=(1,))] * 2) == ({"devices"}, set())
+
+
 def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:
     random.seed(3)
     torch.manual_seed(3)

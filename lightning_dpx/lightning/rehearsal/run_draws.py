@@ -93,7 +93,8 @@ class RunDraws:
         self.start.restore()
         with mode, as_rank(_drawing_apart(current_rank(), self.start)):
             yield
-        self.of_steps.append(StepDraws(self.start, self.start.again(), tuple(mode.on_host), tuple(mode.on_devices)))
+        sizes = map(tuple, (mode.on_host, mode.on_devices, mode.masks))
+        self.of_steps.append(StepDraws(self.start, self.start.again(), *sizes))
 
     def end(self) -> None:
         """The run has ended, and its generators are where it has left them."""
