@@ -74,5 +74,14 @@ def test_what_a_page_shows_runs(page: Path) -> None:
 
 
 def test_every_room_of_the_package_has_a_page() -> None:
-    rooms = {"lightning", "lightning/memory", "memory", "reducers", "replicas", "shifting", "simulate"}
+    rooms = {
+        "lightning",
+        "lightning/memory",
+        "lightning/rehearsal",
+        "memory",
+        "reducers",
+        "replicas",
+        "shifting",
+        "simulate",
+    }
     assert rooms <= {str(page.parent.relative_to(PACKAGE)) for page in PAGES}
