@@ -9,6 +9,7 @@ begins where the batch began, and draws the same:
 Where it draws so on its device, slices on other devices begin where the generator of the first device is.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,6 +124,7 @@ class StepDraws:
         of_torch: How many numbers each draw from PyTorch's generator of the host had.
         of_devices: How many each draw from the generator of another device had, but for masks.
         of_masks: How many each mask had that such a generator drew.
+        torch_masks: Which draws of ``of_torch`` were masks.
     """
 
     before: GeneratorStates
@@ -130,6 +132,7 @@ class StepDraws:
     of_torch: tuple[int, ...]
     of_devices: tuple[int, ...] = ()
     of_masks: tuple[int, ...] = ()
+    torch_masks: tuple[bool, ...] = ()
 
 
 def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
@@ -172,18 +175,21 @@ def draws_both_ways(calls: Sequence[StepDraws]) -> bool:
         calls: As of :func:`drawn_once`.
     """
     of_devices = {call.of_devices for call in calls}
-    if any(map(_are_both, ({call.of_torch for call in calls}, of_devices))):
+    of_host = {call.of_torch for call in calls}
+    if _are_both(of_devices) or _are_both(of_host, calls[0].torch_masks):
         return True
     # Masks by rows move the generator on, wherever slices begin.
     masks_differ = len({call.of_masks for call in calls}) > 1
     return masks_differ and any(_columns_that_agree(of_devices))
 
 
-def _are_both(by_call: set[tuple[int, ...]]) -> bool:
+def _are_both(by_call: set[tuple[int, ...]], masks: Sequence[bool] = ()) -> bool:
     # Draws of another number of calls, as in a loop over rows, have no counterparts.
     if len(by_call) == 1 or len(set(map(len, by_call))) > 1:
         return False
-    return any(_columns_that_agree(by_call))
+    # Slices have masks of their own by design, also of what belongs to the whole batch.
+    of_batch = itertools.zip_longest(_columns_that_agree(by_call), masks, fillvalue=False)
+    return any(agrees and not is_mask for agrees, is_mask in of_batch)
 
 
 def _columns_that_agree(by_call: set[tuple[int, ...]]) -> Iterator[bool]:

@@ -98,6 +98,7 @@ class SameDraws(TorchDispatchMode):
             rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
         on_host: How many numbers each draw from the host's generator had.
+        host_masks: Whether each of these was a mask; see ``masks``.
         on_devices: How many each draw from the generator of another device had, but for masks.
         masks: How many numbers each mask had that a generator of another device drew, as dropout does: by design slices
             have their own, also of what belongs to the whole batch (embeddings of relative positions, weights).
@@ -109,6 +110,7 @@ class SameDraws(TorchDispatchMode):
         self._shared = shared
         self.draws: list[int] = []
         self.on_host: list[int] = []
+        self.host_masks: list[bool] = []
         self.on_devices: list[int] = []
         self.masks: list[int] = []
         self.left_alone: dict[str, None] = {}
@@ -156,13 +158,14 @@ class SameDraws(TorchDispatchMode):
 
     def _note_draw(self, func: Any, drawn: Iterable[torch.Tensor]) -> None:
         for tensor in drawn:
+            is_mask = func.overloadpacket.__name__ in _MASKS
             if is_host(tensor.device):
-                sizes = self.on_host
-            elif func.overloadpacket.__name__ in _MASKS:
-                sizes = self.masks
+                self.on_host.append(tensor.numel())
+                self.host_masks.append(is_mask)
+            elif is_mask:
+                self.masks.append(tensor.numel())
             else:
-                sizes = self.on_devices
-            sizes.append(tensor.numel())
+                self.on_devices.append(tensor.numel())
 
     @property
     def drew(self) -> bool:

@@ -304,8 +304,13 @@ class DropsPositions(Classifier):
         return F.cross_entropy(self.net(F.dropout(batch[0], 0.3) + common), batch[1])
 
 
-def test_dropout_of_what_rows_have_in_common_leaves_all_devices_at_work(sim: Any, caplog: Any) -> None:
-    trainer = make_trainer(strategy=DPXStrategy(execution="inline"), devices=2, accelerator="sim")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("place", ["sim", "cpu"])
+def test_dropout_of_what_rows_have_in_common_leaves_all_slices_at_work(
+    sim: Any, caplog: Any, place: str, micro_batches: int
+) -> None:
+    strategy = DPXStrategy(execution="inline", micro_batches=micro_batches)
+    trainer = make_trainer(strategy=strategy, devices=2, accelerator=place)
     with caplog.at_level("INFO"):
         trainer.fit(DropsPositions(), make_loader(53), make_loader(53))
     assert "whole" not in caplog.text

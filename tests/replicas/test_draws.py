@@ -116,6 +116,15 @@ def test_slices_have_masks_of_their_own_also_for_what_belongs_to_the_batch() -> 
     assert drawn_on_devices([of_masks(8, drawn=(1,))] * 2) == ({"devices"}, set())
 
 
+def test_so_they_have_on_the_host() -> None:
+    def of_host(*numbers: int, masks: tuple[bool, ...]) -> StepDraws:
+        return StepDraws(GeneratorStates(), GeneratorStates(), numbers, torch_masks=masks)
+
+    assert not draws_both_ways([of_host(8, rows, masks=(True, True)) for rows in (20, 12)])
+    assert draws_both_ways([of_host(8, rows, masks=(False, True)) for rows in (20, 12)])
+    assert draws_both_ways([of_host(8, rows, masks=()) for rows in (20, 12)])
+
+
 def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:
     random.seed(3)
     torch.manual_seed(3)
