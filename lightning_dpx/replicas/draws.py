@@ -9,8 +9,7 @@ begins where the batch began, and draws the same:
 Where it draws so on its device, slices on other devices begin where the generator of the first device is.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dpx.devices import RandomStates, host_random_state, is_host
 from lightning_dpx.python_objects.preserve import GeneratorStates, held_generators, put_back, same_state, state_of
 from lightning_dpx.python_objects.process_generators import GeneratorWatch, ProcessGenerators
-from lightning_dpx.replicas.same_draws import has_dropout_off
+from lightning_dpx.replicas.same_draws import Draw, has_dropout_off
 from lightning_dpx.torch_compat import on_tensors_of_tensors
 
 
@@ -121,18 +120,14 @@ class StepDraws:
     Attributes:
         before: Where they were.
         after: Where it has left them.
-        of_torch: How many numbers each draw from PyTorch's generator of the host had.
-        of_devices: How many each draw from the generator of another device had, but for masks.
-        of_masks: How many each mask had that such a generator drew.
-        torch_masks: Which draws of ``of_torch`` were masks.
+        of_torch: What it drew from PyTorch's generator of the host.
+        of_devices: What it drew from the generators of other devices.
     """
 
     before: GeneratorStates
     after: GeneratorStates
-    of_torch: tuple[int, ...]
-    of_devices: tuple[int, ...] = ()
-    of_masks: tuple[int, ...] = ()
-    torch_masks: tuple[bool, ...] = ()
+    of_torch: tuple[Draw, ...]
+    of_devices: tuple[Draw, ...] = ()
 
 
 def drawn_once(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Source]]:
@@ -159,9 +154,10 @@ def drawn_on_devices(calls: Sequence[StepDraws]) -> tuple[set[Source], set[Sourc
     Args:
         calls: As there.
     """
-    if not any(call.of_devices or call.of_masks for call in calls):
+    if not any(call.of_devices for call in calls):
         return set(), set()
-    is_once = any(call.of_devices for call in calls) and len({call.of_devices for call in calls}) == 1
+    numbers = {_without_masks(call.of_devices) for call in calls}
+    is_once = len(numbers) == 1 and numbers != {()}
     found: set[Source] = {"devices"}
     return (found, set()) if is_once else (set(), found)
 
@@ -174,28 +170,23 @@ def draws_both_ways(calls: Sequence[StepDraws]) -> bool:
     Args:
         calls: As of :func:`drawn_once`.
     """
-    of_devices = {call.of_devices for call in calls}
-    of_host = {call.of_torch for call in calls}
-    if _are_both(of_devices) or _are_both(of_host, calls[0].torch_masks):
-        return True
-    # Masks by rows move the generator on, wherever slices begin.
-    masks_differ = len({call.of_masks for call in calls}) > 1
-    return masks_differ and any(_columns_that_agree(of_devices))
+    return any(map(_are_both, ({call.of_torch for call in calls}, {call.of_devices for call in calls})))
 
 
-def _are_both(by_call: set[tuple[int, ...]], masks: Sequence[bool] = ()) -> bool:
-    # Draws of another number of calls, as in a loop over rows, have no counterparts.
-    if len(by_call) == 1 or len(set(map(len, by_call))) > 1:
+def _are_both(by_call: set[tuple[Draw, ...]]) -> bool:
+    # Masks by rows move the generator on, too, wherever slices begin.
+    if len(by_call) == 1:
         return False
-    # Slices have masks of their own by design, also of what belongs to the whole batch.
-    of_batch = itertools.zip_longest(_columns_that_agree(by_call), masks, fillvalue=False)
-    return any(agrees and not is_mask for agrees, is_mask in of_batch)
+    numbers = set(map(_without_masks, by_call))
+    # Draws of another number of calls, as in a loop over rows, have no counterparts.
+    if len(set(map(len, numbers))) > 1:
+        return False
+    return any(len(set(column)) == 1 and column[0] > 0 for column in zip(*numbers, strict=True))
 
 
-def _columns_that_agree(by_call: set[tuple[int, ...]]) -> Iterator[bool]:
-    """Of every draw that all calls have made, whether it had as many numbers in each of them."""
-    for numbers in zip(*by_call, strict=False):
-        yield len(set(numbers)) == 1 and numbers[0] > 0
+def _without_masks(draws: Iterable[Draw]) -> tuple[int, ...]:
+    """How many numbers each draw had that slices do not have each their own of by design."""
+    return tuple(draw.numbers for draw in draws if not draw.is_mask)
 
 
 class BatchDraws:

@@ -10,7 +10,7 @@ parameter, its values are put aside.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,19 @@ _MASKS = frozenset({"native_dropout", "bernoulli", "bernoulli_"})  # operators t
 _DROPOUTS = frozenset(
     {"dropout_p", "dropout", "train", "training"}
 )  # arguments with which an operator may draw nothing
+
+
+class Draw(NamedTuple):
+    """One call of an operator that draws.
+
+    Attributes:
+        numbers: How many it has drawn.
+        is_mask: Whether they are a mask, as dropout draws it: by design slices have their own, also of what belongs to
+            the whole batch (embeddings of relative positions, weights).
+    """
+
+    numbers: int
+    is_mask: bool = False
 
 
 class CollectiveInRehearsal(Exception):  # noqa: N818  ends a rehearsal, and is no fault of the step
@@ -97,11 +110,8 @@ class SameDraws(TorchDispatchMode):
         draws: Of what the step drew and was made equal for all rows: how many numbers a row got, draw by draw. Where
             rows are counted by the last dim, they are as many as rows, and no equals.
         left_alone: Operators that drew numbers which could not be.
-        on_host: How many numbers each draw from the host's generator had.
-        host_masks: Whether each of these was a mask; see ``masks``.
-        on_devices: How many each draw from the generator of another device had, but for masks.
-        masks: How many numbers each mask had that a generator of another device drew, as dropout does: by design slices
-            have their own, also of what belongs to the whole batch (embeddings of relative positions, weights).
+        on_host: What was drawn from the host's generator.
+        on_devices: What was drawn from the generators of other devices.
         dtypes: What the results of its operators are made of.
     """
 
@@ -109,10 +119,8 @@ class SameDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = shared
         self.draws: list[int] = []
-        self.on_host: list[int] = []
-        self.host_masks: list[bool] = []
-        self.on_devices: list[int] = []
-        self.masks: list[int] = []
+        self.on_host: list[Draw] = []
+        self.on_devices: list[Draw] = []
         self.left_alone: dict[str, None] = {}
         self.dtypes: set[torch.dtype] = set()
 
@@ -158,14 +166,8 @@ class SameDraws(TorchDispatchMode):
 
     def _note_draw(self, func: Any, drawn: Iterable[torch.Tensor]) -> None:
         for tensor in drawn:
-            is_mask = func.overloadpacket.__name__ in _MASKS
-            if is_host(tensor.device):
-                self.on_host.append(tensor.numel())
-                self.host_masks.append(is_mask)
-            elif is_mask:
-                self.masks.append(tensor.numel())
-            else:
-                self.on_devices.append(tensor.numel())
+            draws = self.on_host if is_host(tensor.device) else self.on_devices
+            draws.append(Draw(tensor.numel(), is_mask=func.overloadpacket.__name__ in _MASKS))
 
     @property
     def drew(self) -> bool:

@@ -18,6 +18,7 @@ from lightning_dpx.replicas.draws import (
     drawn_once,
     draws_both_ways,
 )
+from lightning_dpx.replicas.same_draws import Draw
 
 
 class Draws(nn.Module):
@@ -77,7 +78,7 @@ def test_an_operator_of_a_library_is_seen_to_draw(scale: float) -> None:
 def call(draw: Callable[[], object], *of_torch: int) -> StepDraws:
     before = GeneratorStates()
     draw()
-    seen = StepDraws(before, before.again(), of_torch)
+    seen = StepDraws(before, before.again(), tuple(map(Draw, of_torch)))
     before.restore()
     return seen
 
@@ -92,7 +93,7 @@ def test_what_is_drawn_for_a_batch_is_told_from_what_is_drawn_for_rows() -> None
 
 def test_draws_of_devices_are_told_apart_from_those_of_the_host() -> None:
     def of_devices(*numbers: int) -> StepDraws:
-        return StepDraws(GeneratorStates(), GeneratorStates(), (), numbers)
+        return StepDraws(GeneratorStates(), GeneratorStates(), (), tuple(map(Draw, numbers)))
 
     assert drawn_on_devices([of_devices(1, 4), of_devices(1, 4)]) == ({"devices"}, set())
     assert drawn_on_devices([of_devices(1, 20), of_devices(1, 12)]) == (set(), {"devices"})
@@ -104,7 +105,8 @@ def test_draws_of_devices_are_told_apart_from_those_of_the_host() -> None:
 
 def test_slices_have_masks_of_their_own_also_for_what_belongs_to_the_batch() -> None:
     def of_masks(*masks: int, drawn: tuple[int, ...] = ()) -> StepDraws:
-        return StepDraws(GeneratorStates(), GeneratorStates(), (), drawn, masks)
+        draws = [*map(Draw, drawn), *(Draw(numbers, is_mask=True) for numbers in masks)]
+        return StepDraws(GeneratorStates(), GeneratorStates(), (), tuple(draws))
 
     # Embeddings of positions, and rows.
     calls = [of_masks(8, 20), of_masks(8, 12)]
@@ -118,11 +120,11 @@ def test_slices_have_masks_of_their_own_also_for_what_belongs_to_the_batch() -> 
 
 def test_so_they_have_on_the_host() -> None:
     def of_host(*numbers: int, masks: tuple[bool, ...]) -> StepDraws:
-        return StepDraws(GeneratorStates(), GeneratorStates(), numbers, torch_masks=masks)
+        return StepDraws(GeneratorStates(), GeneratorStates(), tuple(map(Draw, numbers, masks)))
 
     assert not draws_both_ways([of_host(8, rows, masks=(True, True)) for rows in (20, 12)])
     assert draws_both_ways([of_host(8, rows, masks=(False, True)) for rows in (20, 12)])
-    assert draws_both_ways([of_host(8, rows, masks=()) for rows in (20, 12)])
+    assert draws_both_ways([of_host(8, rows, masks=(False, False)) for rows in (20, 12)])
 
 
 def test_every_slice_draws_the_same_and_the_next_batch_goes_on() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
+from lightning_dpx.replicas.same_draws import Draw, SameDraws, SharedParameters
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": F.dropout,
@@ -62,7 +62,7 @@ def drops_and_tells_its_seed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def test_a_seed_that_is_returned_beside_what_was_drawn_is_no_draw() -> None:
     with SameDraws(nothing_shared()) as mode:
         drops_and_tells_its_seed(torch.ones(4, 3))
-    assert mode.on_host == [12]
+    assert mode.on_host == [Draw(12)]
 
 
 OFF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

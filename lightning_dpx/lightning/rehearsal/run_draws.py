@@ -93,15 +93,7 @@ class RunDraws:
         self.start.restore()
         with mode, as_rank(_drawing_apart(current_rank(), self.start)):
             yield
-        seen = StepDraws(
-            before=self.start,
-            after=self.start.again(),
-            of_torch=tuple(mode.on_host),
-            of_devices=tuple(mode.on_devices),
-            of_masks=tuple(mode.masks),
-            torch_masks=tuple(mode.host_masks),
-        )
-        self.of_steps.append(seen)
+        self.of_steps.append(StepDraws(self.start, self.start.again(), tuple(mode.on_host), tuple(mode.on_devices)))
 
     def end(self) -> None:
         """The run has ended, and its generators are where it has left them."""
