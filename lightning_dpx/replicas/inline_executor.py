@@ -5,8 +5,10 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from lightning_dpx.devices import chosen_streams
 from lightning_dpx.errors import CollectiveError
 from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned
 from lightning_dpx.replicas.caller_context import CallerContext, attempt_in
@@ -98,6 +100,9 @@ class _Turns:
         del self.meeting
 
     def _start_others(self) -> None:
+        # Asked now, as hardly any step comes here: the task that waits has the streams of its caller.
+        streams = chosen_streams([task.device for task in self._tasks])
+        self._context = replace(self._context, streams=streams)
         for index, begun in enumerate(self._begun):
             if not begun:
                 self._begun[index] = True

@@ -26,6 +26,7 @@ from lightning_dpx.replicas.abandonment import keep_gradients_out
 from lightning_dpx.replicas.balance import WorkloadBalancer
 from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.buffer_sync import BufferMode
+from lightning_dpx.replicas.caller_context import default_device
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.executor import Task
@@ -44,7 +45,7 @@ from lightning_dpx.replicas.stage_order import StageOrder
 from lightning_dpx.replicas.stage_traits import StageTraits
 from lightning_dpx.replicas.state import StateSync
 from lightning_dpx.replicas.timing import StepTimes
-from lightning_dpx.torch_compat import run_backward
+from lightning_dpx.torch_compat import len_torch_function_stack, run_backward
 
 # One object for the tasks of all steps, as it holds nothing.
 _NOTHING = nullcontext()
@@ -371,6 +372,8 @@ class ReplicaSet:
         # It looks at what forwards return; a backward has none of its own.
         searched = torch.is_anomaly_enabled() and stage != "backward"
         balancer = self.partition.balancer if self.root.module.training else None
+        # What one device makes without naming a device is where the module is, so with a replica it is there, too.
+        follows_default = len_torch_function_stack() > 0 and default_device() == self.root.device
         tasks: list[Task] = []
         for rank, batch_slice in enumerate(slices):
             replica = batch_slice.replica
@@ -391,6 +394,8 @@ class ReplicaSet:
                 watches=watches,
                 searched=searched,
             )
+            if follows_default and replica.device != self.root.device:
+                task.default_device = replica.device
             tasks.append(task)
         return tasks
 

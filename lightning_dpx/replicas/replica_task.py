@@ -1,7 +1,7 @@
 """A replica's part of a stage, as a worker runs it."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,19 +36,21 @@ class ReplicaTask(Task):
         batch_slice: Its part of the batch.
         watches: What times it.
         searched: Whether to look for the first NaN of its forward, as under ``detect_anomaly``.
+        default_device: Puts the replica's device in the place of a default device, where the user has set one.
     """
 
     rank: ReplicaRank = field(kw_only=True)
     batch_slice: BatchSlice = field(kw_only=True)
     watches: Sequence[Watch] = field(kw_only=True)
     searched: bool = field(kw_only=True)
+    default_device: AbstractContextManager[object] = field(default=_NOTHING, kw_only=True)
 
     def attempt(self) -> Outcome:
         """See :meth:`Task.attempt`; all of it in one frame, of which a user's traceback has one for each replica."""
         replica = self.batch_slice.replica
         module = replica.module
         try:
-            with device_context(self.device), as_rank(self.rank):
+            with device_context(self.device), self.default_device, as_rank(self.rank):
                 try:
                     if self.before is not None:
                         self.before()

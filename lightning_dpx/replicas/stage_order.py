@@ -4,6 +4,7 @@ import warnings
 
 from torch import nn
 
+from lightning_dpx.replicas.caller_context import watching_modes
 from lightning_dpx.replicas.executor_choice import Lanes
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.stage_traits import StageTraits
@@ -32,6 +33,8 @@ class StageOrder:
         """Whether replicas that have threads run this stage one after the other all the same."""
         if not self._lanes.in_threads or self._partition.trains_apart:
             return False
+        if watching_modes():
+            return True
         return self.traits.needs_order(stage, training=self._module.training)
 
     def runs_one_by_one(self, stage: str) -> bool:

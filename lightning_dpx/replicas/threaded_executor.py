@@ -95,7 +95,7 @@ class ThreadedExecutor(Executor):
         if len(set(lanes)) < len(lanes):
             oversubscribed = "several replicas take turns in the thread of one device"
         rendezvous_slot.meeting = meeting = Rendezvous(len(tasks), refusal=oversubscribed, deadline=self._deadline)
-        context = CallerContext.capture()
+        context = CallerContext.capture([task.device for task in tasks])
         outcomes = [Outcome() for _ in tasks]
         running = {index: RunningTask() for index in range(len(tasks))}
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()

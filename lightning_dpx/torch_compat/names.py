@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import _appdirs
+from torch import _appdirs, overrides
 from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
 from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext
 from torch._ops import OpOverload, OpOverloadPacket
@@ -15,10 +15,11 @@ from torch.nn.modules import module as _nn_module
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as AnyInstanceNorm
 from torch.overrides import _get_current_function_mode as current_function_mode
-from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 # ---- classes and functions, under public names ----
 
@@ -46,6 +47,7 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 len_torch_function_stack = torch._C._len_torch_function_stack
+function_modes: Callable[[], list[overrides.TorchFunctionMode]] = overrides._get_current_function_mode_stack
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # Asked before a storage is, as some tensors have none and raise.
 has_storage = torch._C._has_storage
@@ -107,8 +109,9 @@ compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_
 __all__ = [
     "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
     "buffers_of", "COLLECTIVES", "compiled_call_of", "COMPILER_TYPES", "current_function_mode",
-    "current_graph_task_id", "disable_current_modes", "DisableAutocast", "DisableFuncTorch", "DisableTorchDispatch",
-    "DisableTorchFunction", "DisableTorchFunctionSubclass", "engine_code", "execution_engine", "FakeTensor",
+    "current_graph_task_id", "DeviceContext", "disable_current_modes", "DisableAutocast", "DisableFuncTorch",
+    "DisableTorchDispatch", "DisableTorchFunction", "DisableTorchFunctionSubclass", "dispatch_modes", "engine_code",
+    "execution_engine", "FakeTensor",
     "FakeTensorMode", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_", "foreach_mul_",
     "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of",
     "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes", "has_any_global_hook", "has_storage",

@@ -39,6 +39,13 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch.utils._python_dispatch._disable_current_modes": PrivateName(
         why=_MODES, without="a profile would count its own work"
     ),
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": PrivateName(
+        why=_MODES, without="replicas in threads would run without the user's dispatch modes"
+    ),
+    "torch.utils._device.DeviceContext": PrivateName(
+        why="tells torch.set_default_device from other function modes",
+        without="every replica makes its new tensors on the device of the first",
+    ),
     "torch.nn.utils.parametrize._cache_enabled": PrivateName(
         why="copies of a parametrized module share the cache of one process, each finds the other's weights there",
         without="replicas in threads get gradients of one another where a step caches parametrizations",

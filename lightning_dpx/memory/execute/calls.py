@@ -286,7 +286,7 @@ def _obstacle_around() -> str:
     if has_any_global_hook():  # type: ignore[no-untyped-call]
         return "there are hooks on all modules"
     # In backward the step's modes are off. Ours, which only notes operands, may be missing then.
-    for mode in reversed(function_modes()):  # type: ignore[no-untyped-call]
+    for mode in reversed(function_modes()):
         if not isinstance(mode, UntrackedInputs):
             return f"it runs under a {type(mode).__name__}"
     return ""

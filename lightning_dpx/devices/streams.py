@@ -1,0 +1,25 @@
+"""The queues that a device works off side by side: streams."""
+
+from collections.abc import Iterable
+
+import torch
+
+_DEFAULT = 0  # the number of a stream that nobody has chosen
+_WITHOUT = ("cpu", "meta")  # types of devices that have none
+
+
+def chosen_streams(devices: Iterable[torch.device]) -> tuple[torch.Stream, ...]:
+    """Streams that the calling thread has made current on ``devices``, in place of their default ones.
+
+    Which stream is current is known to one thread only. What another one queues on the default stream would neither
+    wait for what is queued here, nor be waited for.
+    """
+    chosen: list[torch.Stream] = []
+    for device in devices:
+        # Asked for every task of every stage, so without a call.
+        if device.type in _WITHOUT:
+            continue
+        stream = torch.accelerator.current_stream(device)
+        if stream.stream_id != _DEFAULT:
+            chosen.append(stream)
+    return tuple(chosen)
