@@ -103,15 +103,13 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
     Raises:
         GatherError: the values do not fit together; names their path.
     """
-    options = dict(_options(list(parts), settings, path))
-    # A rule that fitted before need not be possible here, as with slices of other shapes.
-    learned = [rule for rule in rules.learned.get(path, ()) if rule in options]
-    rule = next(iter(learned or options), "")
+    known = rules.learned.get(path, ())
+    rule, items = _first_option(_options(list(parts), settings, path, known), known)
     if not rule:
         kinds = ", ".join(_describe(part) for part in parts)
         raise GatherError(f"The replicas gave {kinds} as {path}, which do not fit together.")
     if rule == ITEMS:
-        keys = list(options[ITEMS])
+        keys = list(items)
         joined = []
         for key in keys:
             column = [part[key] for part in parts]
@@ -119,11 +117,28 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         return _rebuild(parts[0], keys, joined)
     # Equal numbers are the same number in any case; only where they differ is the user told
     # of a guess.
-    is_guess = rule in (MEAN, SUM) and not learned
+    is_guess = rule in (MEAN, SUM) and rule not in known
     # Few rows tell an extreme of them from the value of one of them only by chance.
     if (is_guess or rule == settings.extreme) and not _are_equal(parts):
         rules.guessed[path] = rule
     return _apply(rule, list(parts), settings)
+
+
+def _first_option(options: Iterator[tuple[str, Any]], known: Sequence[str]) -> tuple[str, Any]:
+    """The first known rule that can be applied, else the likeliest of all; an empty one if there is none.
+
+    Options are looked at one by one, as to compare values waits for their device, in every step.
+    """
+    possible: dict[str, Any] = {}
+    for rule, items in options:
+        if not known or rule == known[0]:
+            return rule, items
+        possible[rule] = items
+    # A rule that fitted before need not be possible here, as with slices of other shapes.
+    for rule in (*known, *possible):
+        if rule in possible:
+            return rule, possible[rule]
+    return "", None
 
 
 def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: str) -> list[str]:
@@ -154,7 +169,9 @@ def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinR
     return []
 
 
-def _options(parts: list[Any], settings: JoinSettings, path: str) -> Iterator[tuple[str, Any]]:
+def _options(
+    parts: list[Any], settings: JoinSettings, path: str, known: Sequence[str] = ()
+) -> Iterator[tuple[str, Any]]:
     """The rules that can be applied, the likeliest first; with that of items comes their keys."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -162,7 +179,7 @@ def _options(parts: list[Any], settings: JoinSettings, path: str) -> Iterator[tu
     if isinstance(first, Tensor | np.ndarray) and first.ndim > 0:
         yield from ((rule, None) for rule in _tensor_rules(parts, settings))
     elif isinstance(first, Tensor | np.ndarray | np.generic | int | float | complex) and not isinstance(first, bool):
-        yield from ((rule, None) for rule in _number_rules(parts, settings))
+        yield from ((rule, None) for rule in _number_rules(parts, settings, known))
     elif isinstance(first, list | tuple):
         yield from _list_rules(parts, settings)
     elif isinstance(first, Mapping):
@@ -173,10 +190,10 @@ def _options(parts: list[Any], settings: JoinSettings, path: str) -> Iterator[tu
         yield SAME, None
 
 
-def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
+def _tensor_rules(parts: list[Any], settings: JoinSettings) -> Iterator[str]:
     shapes = [tuple(part.shape) for part in parts]
     if any(len(shape) != len(shapes[0]) for shape in shapes):
-        return []
+        return
     fitting: list[int] = []  # dims along which all can be joined
     of_rows: list[int] = []  # dims along which each has as many entries as its replica has rows
     varying: list[int] = []
@@ -189,25 +206,27 @@ def _tensor_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
             if len(set(along)) > 1:
                 varying.append(dim)
     if of_rows and not set(of_rows) & set(fitting):  # a row each, of other sizes: to join another dim would mispair
-        return []
+        return
     of_rows = [dim for dim in of_rows if dim in fitting]
     # The batch dim first, then what differs between replicas (tokens), then dims of as many entries as rows by chance.
     preferred = [dim for dim in (settings.dim, 0) if dim in of_rows]
     dims = dict.fromkeys([*preferred, *varying, *of_rows, *fitting])
-    rules = [f"rows {dim}" for dim in dims]
-    if len(set(shapes)) == 1:
-        constant = len(set(settings.rows)) > 1 and not of_rows and _are_equal(parts)
-        # Slices of unequal sizes that give equal tensors of another size give a setting, such as weights of classes.
-        if constant:
-            rules.insert(0, SAME)
-        elif _are_equal(parts):
-            rules.append(SAME)
-        rules += [SUM, MEAN, *_extremes(parts[0], settings)]
-    return rules
+    of_one_shape = len(set(shapes)) == 1
+    # Slices of unequal sizes that give equal tensors of another size give a setting, such as weights of classes.
+    constant = of_one_shape and len(set(settings.rows)) > 1 and not of_rows and _are_equal(parts)
+    if constant:
+        yield SAME
+    for dim in dims:
+        yield f"rows {dim}"
+    if of_one_shape:
+        if not constant and _are_equal(parts):
+            yield SAME
+        yield from (SUM, MEAN, *_extremes(parts[0], settings))
 
 
-def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
-    if all(part == rows for part, rows in zip(parts, settings.rows, strict=True)):
+def _number_rules(parts: list[Any], settings: JoinSettings, known: Sequence[str]) -> list[str]:
+    # Not asked where a rule is known, as to compare values waits for their device.
+    if not known and all(part == rows for part, rows in zip(parts, settings.rows, strict=True)):
         return [SUM, SAME, MEAN]  # the number of rows: no extreme
     rules = [SUM, MEAN]  # integers are counts
     if isinstance(parts[0], float) or torch.as_tensor(parts[0]).dtype.is_floating_point:
@@ -215,7 +234,7 @@ def _number_rules(parts: list[Any], settings: JoinSettings) -> list[str]:
         rules.insert(0, settings.number)
     # Last, as they are learned and never guessed.
     rules += _extremes(parts[0], settings)
-    if _are_equal(parts):
+    if (not known or SAME in known) and _are_equal(parts):
         return [SAME, *rules]
     return rules
 
