@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.group.arguments import GradReq
+from lightning_dpx.group.parameter_hooks import ParameterHookCalls
 from lightning_dpx.reducers import GradientReducer
 from lightning_dpx.replicas import ReplicaSet
 
@@ -23,6 +24,7 @@ class GroupGradients:
         reducer: Sums the gradients of the replicas.
         requests: What is done with the gradient of each parameter, by name.
         fixed_params: Names of parameters that get none.
+        otherwise: What is done with those of parameters that the module has got since.
     """
 
     def __init__(
@@ -31,16 +33,26 @@ class GroupGradients:
         reducer: GradientReducer,
         requests: Mapping[str, GradReq],
         fixed_params: Collection[str],
+        otherwise: GradReq = "write",
     ) -> None:
         self._set = replicas
         self._reducer = reducer
         self._requests = requests
+        self._fixed_params = fixed_params
+        self._otherwise = otherwise
+        self.follow_module()
+
+    def follow_module(self) -> None:
+        """The module may have other parameters than before."""
         # By index: the replicas have their parameters in the same order.
         self._fixed: list[int] = []
-        for index, name in enumerate(requests):
+        for index, (name, _) in enumerate(self._set.root.module.named_parameters()):
             # Autograd is told to leave out both; they differ only in how users write it.
-            if name in fixed_params or requests[name] == "null":
+            if name in self._fixed_params or self._request_of(name) == "null":
                 self._fixed.append(index)
+
+    def _request_of(self, name: str) -> GradReq:
+        return self._requests.get(name, self._otherwise)
 
     @property
     def are_wanted(self) -> bool:
@@ -66,16 +78,19 @@ class GroupGradients:
         """A backward and its :meth:`reduce`; an error leaves nothing of it on the module."""
         accumulated: dict[nn.Parameter, torch.Tensor | None] = {}
         for name, parameter in self._set.root.module.named_parameters():
-            if self._requests[name] == "null":
+            if self._request_of(name) == "null":
                 continue
             # Gradients are written into the parameter one by one, so those of earlier steps wait
             # beside it.
-            accumulated[parameter] = parameter.grad if self._requests[name] == "add" else None
+            accumulated[parameter] = parameter.grad if self._request_of(name) == "add" else None
             parameter.grad = None
         # The other replicas gave theirs away in the last sum, unless users have walked outputs by themselves.
         self._forget_summed()
+        hooks = ParameterHookCalls(self._set.replicas)
         try:
-            yield
+            with hooks.held_back():
+                yield
+            hooks.change_gradients()
         except BaseException:
             self._forget_summed()
             for parameter, grad in accumulated.items():
@@ -83,6 +98,7 @@ class GroupGradients:
             raise
         for parameter, grad in accumulated.items():
             parameter.grad = _sum_of(grad, parameter.grad)
+        hooks.call_after()
 
     def _forget_summed(self) -> None:
         # Left there they would be added once more in the next step.

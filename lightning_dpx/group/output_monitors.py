@@ -1,6 +1,7 @@
 """What looks at the output of every submodule, on all replicas."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ class OutputMonitors:
     def __init__(self) -> None:
         self.are_silent: bool = False
         self._handles: list[RemovableHandle] = []
+        self._monitor: Monitor | None = None
+
+    @contextmanager
+    def taken_off(self, replicas: Callable[[], Iterable[Replica]]) -> Iterator[None]:
+        """Replicas are copied in here, without the monitor, which then looks at those that there are."""
+        monitor = self._monitor
+        self.exchange(None, ())
+        yield
+        self.exchange(monitor, replicas())
 
     def exchange(self, monitor: Monitor | None, replicas: Iterable[Replica]) -> None:
         """Puts a monitor in the place of the last one; ``None`` removes that.
@@ -35,6 +45,7 @@ class OutputMonitors:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._monitor = monitor
         if monitor is None:
             return
         for replica in replicas:

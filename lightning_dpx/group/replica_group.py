@@ -60,6 +60,9 @@ class ReplicaGroup:
         >>> group.backward(torch.ones_like(group.outputs_merged()))
         >>> optimizer.step()  # the next forward carries the new values to the replicas
 
+    Submodules, parameters and hooks may be added, removed or exchanged between the steps. Hooks of parameters are
+    called with the gradient of all rows, as on one device.
+
     Legend: K replicas, B rows in a batch, N parameters.
 
     Args:
@@ -131,7 +134,8 @@ class ReplicaGroup:
             micro_batches=micro_batches,
         )
         reduces = make_reducer(reducer, self._set.devices)
-        self._gradients = GroupGradients(self._set, reduces, requests, fixed_params)
+        otherwise = "write" if isinstance(grad_req, Mapping) else grad_req
+        self._gradients = GroupGradients(self._set, reduces, requests, fixed_params, otherwise)
         self._output_dims = OutputDims.read(batch_dim)
         self._monitors = OutputMonitors()
         self._slices: list[BatchSlice] = []
@@ -269,6 +273,7 @@ class ReplicaGroup:
         self._outputs = []
         self._slices = []
         self._two_passes = None
+        self._follow_module()
         modules = self._set.root.modules
         with preserve_modes(modules):
             if is_train is not None:
@@ -281,11 +286,25 @@ class ReplicaGroup:
         """The inputs on their replicas, which have the parameters and buffers of the first.
 
         Raises:
-            ConfigurationError: the module was moved since the group was made, or a part of it was shifted.
             SliceError: there are none, or they cannot be cut.
         """
         if not inputs and not named_inputs:
             raise SliceError("There are no inputs to cut; give those of the module, each with a row for every example.")
+        self._num_positional = len(inputs)
+        slices = self._set.slices(by_name(inputs, named_inputs))
+        # After the cut: a batch that is refused has changed nothing on the replicas.
+        self._set.python_state.share()
+        # Between two evaluations, say, weights may be exchanged for their averages, through .data.
+        self._set.state.parameters.compare_unless_changed()
+        self._set.state.synchronize()
+        self._slices = [on_replica(one, need_grads=self._inputs_need_grad) for one in slices]
+
+    def _follow_module(self) -> None:
+        """Where the user has given the module other parts, parameters or hooks, the replicas are copied again.
+
+        Raises:
+            ConfigurationError: the module was moved since the group was made, or a part of it was shifted.
+        """
         root = self._set.root
         # One parameter tells: the module was moved as a whole when the group was made.
         first = next(root.module.parameters(), None)
@@ -296,12 +315,14 @@ class ReplicaGroup:
             )
         for replica in self.replicas if has_shifts() else ():
             check_not_shifted(replica.module)
-        self._num_positional = len(inputs)
-        slices = self._set.slices(by_name(inputs, named_inputs))
-        # After the cut: a batch that is refused has changed nothing on the replicas.
-        self._set.python_state.share()
-        self._set.state.synchronize()
-        self._slices = [on_replica(one, need_grads=self._inputs_need_grad) for one in slices]
+        before = root.parameters
+        if self._set.structure.has_changed:
+            with self._monitors.taken_off(lambda: self.replicas):
+                self._set.remake()
+        else:
+            root.refresh()  # of a single replica nobody asks whether it has changed
+        if self._set.root.parameters is not before:
+            self._gradients.follow_module()
 
     def _end(self, outputs: list[Any]) -> None:
         """What the forward left on the replicas comes to the first."""

@@ -136,6 +136,17 @@ class ParameterSync:
                 mine.requires_grad_(theirs.requires_grad)
             self._flags[index] = mine.requires_grad
 
+    def compare_unless_changed(self) -> None:
+        """Where nothing tells of a write, the bits do: the next :meth:`synchronize` copies everything if they differ.
+
+        Reads all parameters of two devices, and waits for both: for callers that no hook tells of writes.
+        """
+        if not self._apart or self.changes_known:
+            return
+        # All of these are copies of one kind, so one of them tells.
+        if checksums(self._root.parameters) != checksums(self._apart[0].parameters):
+            self.mark_changed()
+
     def synchronize(self) -> None:
         """Before a forward, or where parameters change in the middle of a step: all replicas get replica 0's.
 
@@ -205,6 +216,7 @@ class ParameterSync:
         """The replica, on another device, gets the values of ``owned``."""
         copies = self._parameter_copies.get(replica.index)
         if copies is None or not copies.is_for(owned, replica.parameters):
+            _take_dtypes(owned, replica)
             copies = self._parameter_copies[replica.index] = ParameterCopies(owned, replica.parameters)
         copies.copy()
 
@@ -317,6 +329,13 @@ def _unmoved(
     if left is not None and found is not None:
         kept = list(map(operator.and_, kept, map(operator.eq, left, found)))
     return tuple(itertools.compress(targets, kept))
+
+
+def _take_dtypes(owned: Sequence[nn.Parameter], replica: Replica) -> None:
+    """The module was cast since the replica was made, as by ``module.half()``, which keeps its parameters."""
+    for source, target in zip(owned, replica.parameters, strict=True):
+        if source.dtype != target.dtype:
+            target.data = torch.empty_like(source, device=replica.device)
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

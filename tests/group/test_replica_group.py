@@ -475,3 +475,81 @@ def test_monitors_are_functions_that_give_one_number(make_group) -> None:
     group.install_monitor(dpx.TensorMonitor(lambda tensor: tensor.sum(0)))
     with pytest.raises(dpx.ConfigurationError, match=r"returned a tensor of shape \[2\] for ''; return one number"):
         group.forward(torch.ones(4, 3, device=places(1)[0]))
+
+
+def cast(module: nn.Sequential) -> None:
+    module.float()
+
+
+def exchange_a_parameter(module: nn.Sequential) -> None:
+    module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+
+
+def exchange_values(module: nn.Sequential) -> None:
+    """As what evaluates with averages of the weights does; nothing counts such a write."""
+    for parameter in module.parameters():
+        parameter.data.mul_(0.5)
+
+
+def exchange_memory(module: nn.Sequential) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def parametrize(module: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(module[0])
+    with torch.no_grad():
+        module[0].parametrizations.weight.original0.mul_(2)
+
+
+def append(module: nn.Sequential) -> None:
+    module.append(nn.Linear(2, 2, device=module[0].weight.device, dtype=torch.float64))
+    nn.init.ones_(module[2].weight)
+
+
+def hook(module: nn.Sequential) -> None:
+    module[0].register_forward_hook(lambda module, inputs, output: output * 3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(
+    "change", [cast, exchange_a_parameter, exchange_values, exchange_memory, parametrize, append, hook]
+)
+def test_replicas_follow_what_the_module_becomes(make_group, change, num_replicas, micro_batches) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()
+    group = make_group(module, places(num_replicas), micro_batches=micro_batches)
+    seen = []
+    group.install_monitor(lambda replica, name, tensor: seen.append((replica, name)))
+    rows = torch.randn(8, 3, dtype=torch.float64)
+    group.forward(rows)
+    num_seen = len(set(seen))
+    change(module)
+    group.install_monitor(None)
+    rows = rows.to(module[0].weight)
+    expected = module(rows)
+    expected.sum().backward()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    group.install_monitor(lambda replica, name, tensor: seen.append((replica, name)))
+    for _ in range(2):
+        seen.clear()
+        group.forward(rows)
+        torch.testing.assert_close(group.outputs_merged(), expected)
+    group.backward(torch.ones_like(expected))
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert len(set(seen)) >= num_seen, "the monitor sees all replicas"
+
+
+def test_what_is_fixed_stays_so_in_a_module_that_has_grown(make_group) -> None:
+    module = nn.Sequential(nn.Linear(3, 2))
+    group = make_group(module, places(2), grad_req={"0.weight": "null"}, fixed_params=["0.bias"])
+    module.insert(0, nn.Linear(3, 3, device=module[0].weight.device))
+    module[0], module[1] = module[1], nn.Linear(2, 2, device=module[0].weight.device)
+    group.forward(torch.randn(4, 3))
+    group.backward(torch.ones(4, 2, device=places(1)[0]))
+    assert [name for name, parameter in module.named_parameters() if parameter.grad is not None] == [
+        "1.weight",
+        "1.bias",
+    ]

@@ -15,12 +15,14 @@ from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
 from lightning_dpx.lightning.rehearsal.hook_reads import HookReads
+from lightning_dpx.python_objects.compiled import is_compiled_function
 from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
 from lightning_dpx.replicas.hidden_arrays import arrays_of_hidden
+from lightning_dpx.torch_compat import OptimizedModule
 
 OUTSIDE_TORCH = "a generator of Python or NumPy"  # among what drew numbers that could not be made equal
 LEFT = "@left"  # ends the name of a gradient that a step by hand leaves to later ones
@@ -184,7 +186,8 @@ class _Freezer:
         # Lightning and this package lead to all of a run, such as by a Trainer.
         if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
             return type(value).__name__
-        kept = kept_values(value)
+        # Torch numbers compiled functions by their addresses, which differ from copy to copy.
+        kept = None if is_compiled_function(value) else kept_values(value)
         if kept is None:
             return type(value).__name__
         return self._named(kept.items(), depth)
@@ -283,6 +286,8 @@ def own_attributes_of(module: Any) -> Iterator[tuple[str, Any]]:
     children = list(module.named_modules())
     inside_metrics = tuple(f"{path}." for path, child in children if path and isinstance(child, Metric))
     for path, child in children:
-        if not isinstance(child, Metric) and not path.startswith(inside_metrics):
+        # What torch.compile returns has torch's attributes only, and what it was given is a child.
+        is_foreign = isinstance(child, Metric | OptimizedModule)
+        if not is_foreign and not path.startswith(inside_metrics):
             prefix = f"{path}." if path else ""
             yield from ((prefix + key, value) for key, value in vars(child).items() if key not in private)

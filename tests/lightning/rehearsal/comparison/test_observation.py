@@ -69,6 +69,16 @@ def test_sets_are_seen_in_one_order() -> None:
     assert first == python_state(iter([("names", {"c", "b", "a"})]))
 
 
+def test_copies_of_compiled_functions_are_alike() -> None:
+    """Torch numbers them by their addresses."""
+    first, second = (nn.Sequential(torch.compile(nn.Dropout(), backend="eager")) for _ in range(2))
+    for module in (first, second):
+        module.step = torch.compile(torch.relu, backend="eager")
+    assert python_state(own_attributes_of(first)) == python_state(own_attributes_of(second))
+    assert dict(own_attributes_of(first)).keys() >= {"step"}
+    assert not [path for path, _ in own_attributes_of(first) if path.startswith("0.forward")]
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
