@@ -20,7 +20,7 @@ from lightning_dpx.memory.profile.lifetimes import Lifetimes
 from lightning_dpx.memory.profile.profiled_step import NO_LOSS, ProfiledStep
 from lightning_dpx.memory.profile.profiling_hooks import ProfilingHooks
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
-from lightning_dpx.torch_compat import has_storage
+from lightning_dpx.torch_compat import has_storage, key_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ def full_step(step: ProfiledStep, names: CallNames, lifetimes: Lifetimes, counts
     hooks = ProfilingHooks(names, trace, costs, ShardedUnits(step.module))
     names.listener = hooks.calls
     gradients = GradientMemory(step.module, trace)
-    attributes = _sizes_of_attributes(step.module)
+    # Asked of devices alone, see _left_behind.
+    attributes = {} if is_host(step.costs.device) else _sizes_of_attributes(step.module)
     course = _run_with_everything_kept(step, hooks, trace, gradients, counts)
     end = course.end
     if course.asks_itself:
@@ -183,7 +184,7 @@ def _sizes_of_attributes(module: nn.Module) -> dict[tuple[int, str], tuple[int, 
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor) and has_storage(value):
                 storage = value.untyped_storage()
-                found[id(child), name] = (storage.data_ptr(), storage.nbytes())
+                found[id(child), name] = (key_of(storage), storage.nbytes())
     return found
 
 
