@@ -28,6 +28,7 @@ from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.buffer_sync import BufferMode
 from lightning_dpx.replicas.caller_context import default_device
 from lightning_dpx.replicas.context import InterProcess, ReplicaRank
+from lightning_dpx.replicas.copying.copied_tensors import copied_tensors
 from lightning_dpx.replicas.error_notes import annotate, note_replica
 from lightning_dpx.replicas.executor import Task
 from lightning_dpx.replicas.executor_choice import Execution, Lanes
@@ -240,6 +241,10 @@ class ReplicaSet:
             keep: Objects that the copy shares with it, too.
         """
         return make_shadow_module(replica or self.root, [*self._rules.keep, *keep])
+
+    def copied_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the user's module, beside parameters and buffers, of which every other replica has a copy."""
+        return copied_tensors(self.root.module, self._rules.by_reference)
 
     def mark_changed(self) -> None:
         """Parameters of the user's module may have been written without a trace: the others get them again."""

@@ -1,12 +1,13 @@
 """What is done about memory round the steps of a session that has a budget, a plan, automatic shifts or ``on_oom``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.first_step_shifts import FirstStepShifts
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
+from lightning_dpx.lightning.memory.look_room import LookRoom
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
 from lightning_dpx.lightning.memory.plan_tightening import PlanTightening
@@ -51,6 +52,7 @@ class PlannedStepMemory(StepMemory):
         self._runs_step = False
         self._freed_gradients = FreedGradients(session)
         static = StaticOfSteps(session, self._freed_gradients)
+        self._look_room = LookRoom(session, planning, static)
         self._shifts = FirstStepShifts(session, planning, hooks_mode)
         self._micro_batches = MicroBatchChooser(session, planning, static, self._freed_gradients)
         self._evaluation = EvaluationCuts(session, planning, static)
@@ -80,6 +82,10 @@ class PlannedStepMemory(StepMemory):
         if name == "training_step":
             return self._micro_batches.leave(reason)
         return self._evaluation.leave(name, reason)
+
+    def bytes_too_many_for_look(self, slices: Sequence[BatchSlice]) -> int:
+        """Asked where a step is about to be looked at again."""
+        return self._look_room.bytes_too_many(slices)
 
     def rewindable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, whose ``dataloader_iter`` gives every run of a step the same batches."""

@@ -99,6 +99,11 @@ def plans_of_device(
     return DeviceDecision(tuple(devices), tuple(steps), plans, shared.worst, tuple(limits), tuple(held), counted)
 
 
+def bytes_planned_to_be_left(steps: Sequence[SeenStep]) -> int:
+    """Bytes that plans for these steps expect one of them to leave on its module."""
+    return max((step.profiles[0].left_behind for step in steps), default=0)
+
+
 def _less_what_steps_leave(free: list[int], steps: list[SeenStep], number: int) -> list[int]:
     """What is free once ``number`` steps have left what they keep, each its own.
 

@@ -2,14 +2,17 @@
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
+from lightning_dpx.lightning.memory.plans_of_device import bytes_planned_to_be_left
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
@@ -45,13 +48,23 @@ class RoomCheck:
         if self._planning.rooms.budgets.given is None or not self._planning.room_checks.begin_step():
             return
         # Before anything is collected, which takes longer than most steps.
-        if not self._lacking(slices, self._static.of(slices)):
+        if not self._lacking(slices, self._held(slices)):
             return
         gc.collect()  # what is there in reference cycles only is no reason
-        held = self._static.of(slices)
+        held = self._held(slices)
         lacking = self._lacking(slices, held)
         if lacking:
             self._plan_for_less(slices, held, lacking)
+
+    def _held(self, slices: Sequence[BatchSlice]) -> StaticMemory:
+        """What a step needs beside its activations, and beside what plans expect steps to leave on the module."""
+        held = self._static.of(slices)
+        # On the host nothing but a look at the module tells of lists that grow with every step.
+        decided = [one for home, one in self._planning.devices.decided.items() if is_host(home)]
+        if not decided:
+            return held
+        expected = max(bytes_planned_to_be_left(one.seen) for one in decided)
+        return replace(held, attributes=held.attributes + max(0, self._static.bytes_left() - expected))
 
     def _lacking(self, slices: Sequence[BatchSlice], held: StaticMemory) -> list[torch.device]:
         """The devices that no longer have the room that their plans count on."""
@@ -83,6 +96,7 @@ class RoomCheck:
                 notes = " ".join(getattr(error, "__notes__", []))
                 where = ", ".join(map(str, lacking))
                 rank_zero_warn(
-                    "dpx: more is kept between steps than when memory was planned, as by callbacks and hooks that make "
-                    f"copies, so steps exceed {planning.rooms.option()} on {where}: {error} {notes}"
+                    "dpx: more is kept between steps than when memory was planned, as by lists that grow, and by "
+                    f"callbacks and hooks that make copies, so steps exceed {planning.rooms.option()} on {where}: "
+                    f"{error} {notes}"
                 )

@@ -33,6 +33,7 @@ class StaticMemory:
         keeps_earlier: Whether gradients of earlier batches lie aside while micro-batches add up their own.
         frees_gradients: Whether those of the step before are freed before the forward; then the new ones are counted
             where they come, among the activations.
+        attributes: Of tensors on the host that modules hold in attributes, with those of copies.
         callbacks: Of the run, which may hold tensors and modules, such as the averaged one.
     """
 
@@ -45,6 +46,7 @@ class StaticMemory:
     accumulates: bool = False
     keeps_earlier: bool = False
     frees_gradients: bool = False
+    attributes: int = 0
     callbacks: Sequence[Any] = ()
 
     def beside_activations(self, device: torch.device) -> int:
@@ -83,7 +85,8 @@ class StaticMemory:
     def present(self, device: torch.device) -> int:
         """Bytes on ``device`` now.
 
-        On the host, where memory is not counted, parameters, gradients, buffers, the batch, and what callbacks hold.
+        On the host, where memory is not counted, parameters, gradients, buffers, the batch, and what callbacks and
+        attributes of modules hold.
         """
         parameters = self._parameters(device)
         # The resident memory of the process holds much that is no tensor, and freed pages as well.
@@ -104,7 +107,7 @@ class StaticMemory:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storages[key_of(storage)] = storage.nbytes()
-            return sum(storages.values()) + self._bytes_of_batch()
+            return sum(storages.values()) + self._bytes_of_batch() + self.attributes
         return allocated_and_peak(device)[0]
 
     def gradients(self, device: torch.device) -> int:

@@ -9,6 +9,7 @@ import torch
 from lightning_dpx.devices import is_host
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
+from lightning_dpx.lightning.memory.held_attributes import HeldAttributes
 from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
@@ -30,6 +31,7 @@ class StaticOfSteps:
     def __init__(self, session: "Session", freed_gradients: FreedGradients) -> None:
         self._session = session
         self._freed_gradients = freed_gradients
+        self._attributes = HeldAttributes()
 
     def of(self, slices: Sequence[BatchSlice]) -> StaticMemory:
         """What a step of ``slices`` needs on every device beside its activations."""
@@ -47,8 +49,13 @@ class StaticOfSteps:
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
             keeps_earlier=replicas.cuts_slices and self._keeps_earlier,
             frees_gradients=self._freed_gradients.are_freed,
+            attributes=self._attributes.bytes_on_host(replicas),
             callbacks=session.trainer.callbacks,  # type: ignore[attr-defined]
         )
+
+    def bytes_left(self) -> int:
+        """Bytes on the host that steps have left in attributes of the user's module by now."""
+        return self._attributes.bytes_left(self._session.replicas)
 
     def _snapshot_bytes(self, slices: Sequence[BatchSlice]) -> dict[torch.device, int]:
         """Of buffers before a step of several slices, where nothing counts them yet."""
@@ -77,14 +84,15 @@ class StaticOfSteps:
         here = by_device(slices)[device]
         buffers = sum(buffer.nbytes for buffer in here[0].replica.buffers)
         alone = self._session.training.runs_alone(slices)
+        beside = BesideActivations(
+            buffers=buffers, keeps_buffers=alone, attributes=self._attributes.bytes_of_copy(self._session.replicas)
+        )
         # Those of the first micro-batch are there beside the activations of the others.
         if static.frees_gradients:
-            gradients = static.coming_gradients(device)
-            return BesideActivations(gradients=gradients, buffers=buffers, keeps_buffers=alone)
+            return replace(beside, gradients=static.coming_gradients(device))
         if not self._keeps_earlier:
-            return BesideActivations(buffers=buffers, keeps_buffers=alone)
+            return beside
         # Slices are not cut yet, so what is counted now says nothing of the
         # gradients that would lie aside.
         cut = replace(static, keeps_earlier=True)
-        gradients = (cut.passing(device) - static.passing(device)) // len(here)
-        return BesideActivations(gradients=gradients, buffers=buffers, keeps_buffers=alone)
+        return replace(beside, gradients=(cut.passing(device) - static.passing(device)) // len(here))

@@ -4,7 +4,7 @@ A session without a budget, plan, automatic shift or ``on_oom="replan"`` has :cl
 the others have :class:`PlannedStepMemory`. What a session knows of either is :class:`StepMemory`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_dpx.replicas import BatchSlice
@@ -41,6 +41,10 @@ class StepMemory:
     def leave_micro_batches(self, name: str, reason: str) -> bool:
         """Their rehearsal found a difference; says whether slices stay in one piece then."""
         return False
+
+    def bytes_too_many_for_look(self, slices: Sequence[BatchSlice]) -> int:
+        """Bytes of copies with which another look at a step would exceed a budget; 0 where it may be taken."""
+        return 0
 
     def begin_epoch(self) -> None:
         """Callbacks have begun an epoch."""

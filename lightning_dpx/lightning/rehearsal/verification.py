@@ -38,6 +38,7 @@ from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.python_objects.trial_garbage import TRIAL_GARBAGE
 from lightning_dpx.replicas import AttributeRules, BatchSlice, MergeRules
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
+from lightning_dpx.units import format_bytes
 
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 
@@ -135,7 +136,8 @@ class Verification:
             with self._trial():
                 rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif self._known.is_checked(key) and len(slices) > 1 and not self._lacks_room(name):
-            if not is_known and self._spot_checks.is_due(key, self._strategy.lightning_module.current_epoch):
+            is_due = not is_known and self._spot_checks.is_due(key, self._strategy.lightning_module.current_epoch)
+            if is_due and self._has_room_for_copies(name, slices):
                 with self._trial():
                     rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
@@ -152,6 +154,17 @@ class Verification:
         strategy = self._strategy
         by_hand = name == "training_step" and not strategy.lightning_module.automatic_optimization
         return by_hand and bool(strategy.plans_memory)
+
+    def _has_room_for_copies(self, name: str, slices: Sequence[BatchSlice]) -> bool:
+        """Whether a look keeps a budget; said where it does not, as what it would have found stays unseen."""
+        needed = self._strategy.session.memory.bytes_too_many_for_look(slices)
+        if needed:
+            self._verdicts.say(
+                f"dpx: {name}, checked in its first batch, is not looked at again in later ones: copies of the "
+                f"module's buffers and of tensors in its attributes would take {format_bytes(needed)}, for which "
+                "memory_budget has no room."
+            )
+        return not needed
 
     def _is_outdated(self, key: Key) -> bool:
         """Whether the step does what no rehearsal has seen; not for ever, as some steps log another name each time."""

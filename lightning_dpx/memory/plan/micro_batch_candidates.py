@@ -196,19 +196,22 @@ class BesideActivations:
         buffers: Of the module: every micro-batch has its own, and they are kept as they were before the step.
         keeps_buffers: Whether they are kept so on this device because of the micro-batches: of several devices the
             first one keeps them anyway, and no other one does.
+        attributes: Of tensors in attributes of the module: every micro-batch but the first has a copy of them.
         left_behind: What a step in one piece leaves on its module, as attributes that stay.
     """
 
     gradients: int = 0
     buffers: int = 0
     keeps_buffers: bool = True
+    attributes: int = 0
     left_behind: int = 0
 
     def of(self, number: int) -> int:
         """Bytes beside so many micro-batches."""
         if number == 1:
             return 0
-        return self.gradients + self._bytes_of_buffers(number) + self._bytes_of_copies(number)
+        copies = self._bytes_of_buffers(number) + (number - 1) * self.attributes
+        return self.gradients + copies + self._bytes_of_copies(number)
 
     def _bytes_of_buffers(self, number: int) -> int:
         """Of the copies: one micro-batch has those of the module."""
@@ -226,6 +229,8 @@ class BesideActivations:
             parts.append(f"{format_bytes(self.gradients)} of gradients that earlier ones leave")
         if self.buffers:
             parts.append(f"{format_bytes(self._bytes_of_buffers(number))} of buffers, which each has its own copies of")
+        if self.attributes:
+            parts.append(f"{format_bytes((number - 1) * self.attributes)} of copies of tensors in attributes")
         if self.left_behind:
             parts.append(f"{format_bytes(self._bytes_of_copies(number))} of copies of what the first one leaves")
         return " and ".join(parts)

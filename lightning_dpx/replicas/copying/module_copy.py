@@ -91,7 +91,7 @@ class ModuleCopy:
             # What is no shell is copied by its own __deepcopy__ or constructor, which knows of no
             # sharing.
             is_private = isinstance(child, self._private) or not can_be_a_shell(child)
-            (private if is_private else shared).extend(_attribute_values(child))
+            (private if is_private else shared).extend(attribute_values(child))
         # Those of subclasses were copied together with them.
         attributed = [parameter for parameter in self._module.parameters() if _has_attributes(parameter)]
         for parameter in attributed:
@@ -168,7 +168,7 @@ def _has_attributes(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter and bool(vars(parameter))
 
 
-def _attribute_values(child: nn.Module) -> Iterator[Any]:
+def attribute_values(child: nn.Module) -> Iterator[Any]:
     """The plain attributes of a submodule, and what its hooks are; the dicts of hooks are each module's own."""
     for key, value in list(vars(child).items()):
         if key in _OF_EVERY_MODULE:

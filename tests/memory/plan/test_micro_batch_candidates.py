@@ -354,6 +354,12 @@ def test_buffers_that_are_kept_anyway_count_once_less() -> None:
     assert BesideActivations(gradients=5, buffers=8, keeps_buffers=False).of(1) == 0
 
 
+def test_all_micro_batches_but_the_first_have_copies_of_tensors_in_attributes() -> None:
+    beside = BesideActivations(attributes=8)
+    assert [beside.of(number) for number in (1, 2, 4)] == [0, 8, 24]
+    assert "24 bytes of copies of tensors in attributes" in beside.describe(4)
+
+
 def test_what_steps_leave_is_copied_for_all_micro_batches_but_the_first() -> None:
     beside = BesideActivations(left_behind=800)
     assert [beside.of(number) for number in (1, 2, 4)] == [0, 400, 600]

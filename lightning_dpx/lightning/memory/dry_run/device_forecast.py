@@ -1,7 +1,7 @@
 """One device in a training step, byte by byte: what is there all the time, and what activations take beside it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from lightning_dpx.lightning.memory.freed_gradients import may_free_gradients
 from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients
 from lightning_dpx.memory import BesideActivations, MemoryPlan
 from lightning_dpx.reducers import make_reducer
+from lightning_dpx.replicas.copying.copied_tensors import copied_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +171,12 @@ def beside_micro_batches(trainer: Trainer, module: LightningModule, settings: Se
     Where a step in one piece counts its gradients as they come, those of earlier micro-batches are what is beside.
     """
     buffers = sum(buffer.nbytes for buffer in module.buffers())
+    # The trainer leads to everything of the run, and is no part of a copy.
+    attributes = sum(tensor.nbytes for tensor in copied_tensors(module, [trainer, trainer.strategy, *trainer.loggers]))
+    beside = BesideActivations(buffers=buffers, attributes=attributes)
     if not counts_gradients(trainer, module, settings) and not keeps_earlier_gradients(trainer, module):
-        return BesideActivations(buffers=buffers)
-    return BesideActivations(gradients=_bytes_of_gradients(module), buffers=buffers)
+        return beside
+    return replace(beside, gradients=_bytes_of_gradients(module))
 
 
 def _bytes_of_gradients(module: LightningModule) -> int:
