@@ -13,7 +13,7 @@ import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.replicas import ReplicaSet
-from lightning_dpx.torch_compat import has_storage, key_of
+from lightning_dpx.torch_compat import has_storage, key_of, tree_leaves
 
 
 class HeldAttributes:
@@ -28,7 +28,10 @@ class HeldAttributes:
 
     def bytes_on_host(self, replicas: ReplicaSet) -> int:
         """Bytes there of what was there before the first step, with the copies that other replicas have."""
-        own = _bytes_of_storages(self._held_first(replicas), replicas)
+        # An example is data, as those of the loader are; its copies are not.
+        example = set(map(id, tree_leaves(getattr(replicas.root.module, "example_input_array", None))))
+        held = [tensor for tensor in self._held_first(replicas) if id(tensor) not in example]
+        own = _bytes_of_storages(held, replicas)
         copies = sum(is_host(replica.device) for replica in replicas.replicas) - is_host(replicas.root.device)
         return own + copies * self.bytes_of_copy(replicas)
 

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
-from lightning_dpx.lightning.memory.auto_shift import most_states_of, states_of
+from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in, bytes_of_tensors
+from lightning_dpx.lightning.memory.kept_states import times_kept
 from lightning_dpx.lightning.memory.shadow_optimizer import trained_by
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice
-from lightning_dpx.torch_compat import key_of
+from lightning_dpx.torch_compat import key_of, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,39 +164,43 @@ def _held_by(holder: Any) -> list[torch.Tensor]:
 
 def bytes_of_states(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> dict[torch.device, int]:
     """Optimizer state that the owners of ``parameters`` will hold, and that is not counted yet."""
-    copies = most_states_of(optimizers, default=2)
     missing = _missing_states(optimizers)
-    have_stepped = any(len(optimizer.state) for optimizer in optimizers)
+    # Before there are any optimizers, as many as Adam keeps; what none of them has gets no state.
+    default = 0.0 if optimizers else 2.0
     bytes_by_device: dict[torch.device, int] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             device = canonical_device(parameter.device)
-            share = copies
-            # State that exists is among what an accelerator's allocator counts; on
-            # the host nothing counts it.
-            if have_stepped and not is_host(device):
-                share = missing.get(id(parameter), 0)
-            bytes_by_device[device] = bytes_by_device.get(device, 0) + share * parameter.nbytes
+            coming = int(missing.get(id(parameter), default) * parameter.nbytes)
+            bytes_by_device[device] = bytes_by_device.get(device, 0) + coming
+    # State that exists is among what an accelerator's allocator counts; on the host nothing counts it.
+    for device in filter(is_host, list(bytes_by_device)):
+        bytes_by_device[device] += sum(map(_bytes_of_states_on_host, optimizers))
     return bytes_by_device
 
 
-def _missing_states(optimizers: Sequence[Any]) -> dict[int, int]:
-    """By its id, how many tensors of a parameter's size its optimizer will keep for it, where it keeps none yet.
+def _bytes_of_states_on_host(optimizer: Any) -> int:
+    tensors: list[torch.Tensor] = []
+    for state in optimizer.state.values():
+        tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and is_host(leaf.device)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _missing_states(optimizers: Sequence[Any]) -> dict[int, float]:
+    """By its id, how many times a parameter's size its optimizer will keep for it, where it keeps nothing yet.
 
     Those of a network that is trained in other steps, or that was frozen until now.
     """
-    missing: dict[int, int] = {}
+    missing: dict[int, float] = {}
     for optimizer in optimizers:
-        copies = states_of(optimizer)
         # L-BFGS keeps what it knows of all parameters with the first, and more of it in every step.
         if optimizer.state and "history_size" in optimizer.defaults:
             parameters = trained_by(optimizer)
             present = sum(bytes_of_tensors(state) for state in optimizer.state.values())
             known = present // max(1, sum(parameter.nbytes for parameter in parameters))
-            missing.update({id(parameter): max(0, copies - known) for parameter in parameters})
+            missing.update({id(parameter): max(0, states_of(optimizer) - known) for parameter in parameters})
             continue
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in optimizer.state:
-                    missing[id(parameter)] = copies
+        without = [one for group in optimizer.param_groups for one in group["params"] if one not in optimizer.state]
+        if without:
+            missing.update(dict.fromkeys(map(id, without), times_kept(optimizer)))
     return missing

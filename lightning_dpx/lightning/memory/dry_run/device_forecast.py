@@ -8,11 +8,11 @@ import torch
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
-from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.device_planner import DevicePlanner
 from lightning_dpx.lightning.memory.dry_run.settings import Settings
 from lightning_dpx.lightning.memory.freed_gradients import may_free_gradients
 from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients
+from lightning_dpx.lightning.memory.kept_states import times_kept
 from lightning_dpx.memory import BesideActivations, MemoryPlan
 from lightning_dpx.reducers import make_reducer
 from lightning_dpx.replicas.copying.copied_tensors import copied_tensors
@@ -135,7 +135,7 @@ def lasting_bytes(
     owners = owners_of(parameters, settings)
     several = len(set(settings.devices)) > 1
     # Optimizers make their states in the first update, which a dry run never gets to.
-    states = most_states_of(trainer.optimizers)
+    states = max(map(times_kept, trainer.optimizers), default=0)
     trained = [(p.nbytes if p.requires_grad else 0, owner) for p, owner in zip(parameters, owners, strict=True)]
     all_gradients = _bytes_of_gradients(module)
     counted = all_gradients if counts_gradients(trainer, module, settings) else 0
@@ -148,7 +148,7 @@ def lasting_bytes(
             {
                 "parameters": sum(parameter.nbytes for parameter in parameters),
                 "gradients": all_gradients + arriving - counted,
-                "optimizer": states * owned,
+                "optimizer": int(states * owned),
                 "buffers": sum(buffer.nbytes for buffer in module.buffers()),
                 "communication": all_gradients if settings.keeps_buckets else 0,
                 # They come within the step, and are no part of what is there all the time.

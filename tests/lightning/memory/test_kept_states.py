@@ -1,0 +1,62 @@
+"""What optimizers will keep is found before their first step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.lightning.memory.kept_states import times_kept
+from lightning_dpx.lightning.memory.static import bytes_of_states
+
+
+class Unknown(torch.optim.Optimizer):
+    """Keeps three tensors for each parameter, which no setting tells."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"moments": [parameter.detach().clone() for _ in range(3)], "steps": 1}
+
+
+def steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.Adafactor, torch.optim.ASGD, torch.optim.Adam, torch.optim.Muon, torch.optim.SGD],
+)
+def test_it_is_what_is_there_after_it(make: Callable[..., torch.optim.Optimizer]) -> None:
+    parameters = [nn.Parameter(torch.ones(600, 500)), nn.Parameter(torch.ones(500, 300))]
+    optimizer = make(parameters)
+    before = times_kept(optimizer)
+    steps(optimizer, parameters)
+    tensors = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+    kept = sum(one.nbytes for one in tensors if one.dim())
+    assert before == pytest.approx(kept / sum(one.nbytes for one in parameters), abs=0.01)
+
+
+def test_each_of_several_optimizers_keeps_its_own() -> None:
+    first, second = (nn.Parameter(torch.zeros(1000)) for _ in range(2))
+    optimizers = [torch.optim.Adam([first]), torch.optim.SGD([second], lr=0.1)]
+    assert bytes_of_states([first, second], optimizers) == {first.device: 2 * first.nbytes}
+
+
+def test_what_none_of_them_has_gets_no_state() -> None:
+    first, second = (nn.Parameter(torch.zeros(1000)) for _ in range(2))
+    assert bytes_of_states([first, second], [torch.optim.Adam([first])]) == {first.device: 2 * first.nbytes}
+    assert bytes_of_states([first], []) == {first.device: 2 * first.nbytes}
+
+
+def test_on_the_host_what_is_there_counts_in_place_of_a_guess() -> None:
+    parameters = [nn.Parameter(torch.zeros(1000))]
+    optimizer = Unknown(parameters)
+    assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 2 * 4000}
+    steps(optimizer, parameters)
+    assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 3 * 4000}
