@@ -94,14 +94,20 @@ class Rehearsal:
         """How arguments of metrics are joined, as was learned."""
         return self._sliced.metric_rules
 
-    def run(self) -> Outcome:
+    def run(self, *, follows_steps: bool = False) -> Outcome:
         """Rehearses the step on a few rows, and says what was found.
+
+        Args:
+            follows_steps: Whether steps of the run have been planned and taken by now.
 
         Raises:
             NotRehearsed: nothing could be.
             SlicesFail: the slices raise where the whole batch does not.
         """
         self._check_registries()
+        # A profile takes more than any plan, so the first rehearsal may as well; later ones are beside steps that fit.
+        if follows_steps and self._plans_memory:
+            self._rows.keep_to_micro_batch()
         outcome = self._visited(self._on_first_batch)
         outcome.settle_numbers()
         real_module = self._step.sandbox.real_module

@@ -247,7 +247,7 @@ class Verification:
         fallbacks = self._fallbacks
         try:
             with self._rehearsal(call, self._loss_reduction) as rehearsal:
-                outcome = rehearsal.run()
+                outcome = rehearsal.run(follows_steps=self._again.get(call.key, 0) > 0)
         except SlicesFail as failure:
             if not fallbacks.left_micro_batches(call.name, NOT_ALIKE + failure.reason):
                 self._leave_slices(call, failure)

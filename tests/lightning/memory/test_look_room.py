@@ -34,3 +34,22 @@ def test_no_look_exceeds_a_budget(rows: int, sim: Any, caplog: Any) -> None:
     peaks = peaks_of_later_steps(WithBuffer(rows), whole, sim, micro_batches=2, memory_budget=budget)
     assert max(peaks) <= budget
     assert (_SAID in caplog.text) == (rows > 64)
+
+
+class DoesMore(Layers):
+    """Logs a second value from its third batch on, so that it is checked anew in the fourth."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx >= 2:
+            self.log("twice", 2 * loss.detach())
+        return loss
+
+
+def test_a_step_that_does_more_is_checked_anew_on_no_more_rows_than_a_micro_batch_has(sim: Any, caplog: Any) -> None:
+    """At first its slices have two rows each and one three, which together are more than the budget has room for."""
+    whole = torch.randn(8 * 6, 1024, 64)
+    budget = sim.memory_allocated(0) + 7 * MIB
+    peaks = peaks_of_later_steps(DoesMore(), whole, sim, micro_batches=4, memory_budget=budget)
+    assert "has done more in the last batch" in caplog.text, "the premise"
+    assert max(peaks) <= budget
