@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -19,10 +19,21 @@ ChooseBufferRule = Callable[[str, Callable[[BufferRule], torch.Tensor | None]], 
 # What is compared for every buffer in every step: mapped, not looped over.
 _DTYPE = operator.attrgetter("dtype")
 _SHAPE = operator.attrgetter("shape")
+_PIECE = 2**16  # numbers of a buffer that are brought together at a time
 
 
 class _BufferCandidates:
-    """What the rules would make of a buffer; on the first device."""
+    """What the rules would make of a buffer; on the first device.
+
+    Args:
+        owned: The buffer, as the first replica has it.
+        column: As every replica has it that took part.
+        rows: Of each of these.
+        before: As it was before the step, where that is known.
+
+    Attributes:
+        owned: The buffer, as the first replica has it.
+    """
 
     def __init__(
         self,
@@ -31,7 +42,7 @@ class _BufferCandidates:
         rows: Sequence[int],
         before: torch.Tensor | None,
     ) -> None:
-        self._owned = owned
+        self.owned: torch.Tensor = owned
         self._column = column
         self._rows = rows
         self._before = before
@@ -40,25 +51,25 @@ class _BufferCandidates:
         """``None`` where the rule makes no sense for it."""
         # To weigh, sum and compare they must be on one device; the first one's is where the result
         # goes.
-        values = [buffer.to(self._owned.device) for buffer in self._column]
+        values = [buffer.to(self.owned.device) for buffer in self._column]
         if any(value.shape != values[0].shape for value in values):
             if rule == "first":
                 return values[0]
             return None
-        if rule == "mean" and self._owned.is_floating_point():
+        if rule == "mean" and self.owned.is_floating_point():
             total_rows = sum(self._rows)
             # One after the other: a stack of a large buffer would take as much as all replicas have of it, twice.
             mean = torch.zeros_like(values[0], dtype=torch.promote_types(values[0].dtype, torch.float32))
             for value, rows in zip(values, self._rows, strict=True):
                 mean += value * (rows / total_rows)
             return mean.to(values[0].dtype)
-        if rule == "sum" and self._before is not None and self._owned.dtype != torch.bool:
+        if rule == "sum" and self._before is not None and self.owned.dtype != torch.bool:
             # What it was, once, and what each replica added to it: a counter of batches or tokens.
             total = self._before.clone()
             for value in values:
                 total += value - self._before
             return total
-        if rule in ("max", "min") and not self._owned.is_complex():
+        if rule in ("max", "min") and not self.owned.is_complex():
             # Most buffers are constants, some of them large. To compare them on an accelerator would be to wait for it.
             if is_host(values[0].device) and all(torch.equal(value, values[0]) for value in values[1:]):
                 return values[0]
@@ -67,6 +78,34 @@ class _BufferCandidates:
         if rule == "first":
             return values[0]
         return None
+
+    def write(self, rule: BufferRule) -> None:
+        """The buffer of the first device becomes what the rule makes of it, if that makes sense."""
+        # A mean or a sum is there beside all that it is made of, and twice while it is computed: a memory of many MiB
+        # would take three times that beside what a budget has planned for. All rules go number by number.
+        for piece in self._pieces():
+            value = piece.value(rule)
+            if value is not None and value is not piece.owned:
+                piece.owned.copy_(value)
+
+    def _pieces(self) -> "Iterator[_BufferCandidates]":
+        tensors = [self.owned, *self._column]
+        if self._before is not None:
+            tensors.append(self._before)
+        are_alike = all(tensor.shape == self.owned.shape for tensor in tensors)
+        if self.owned.numel() <= _PIECE or not are_alike or not all(map(_is_plain, tensors)):
+            yield self
+            return
+        for owned, *others in zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True):
+            before = None if self._before is None else others.pop()
+            # As the whole is: what a buffer is already is not written.
+            if self._column[0] is self.owned:
+                others[0] = owned
+            yield _BufferCandidates(owned, others, self._rows, before)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 class BufferSync:
@@ -306,9 +345,7 @@ class BufferSync:
             before = self._before
         for index, (owned, column) in enumerate(zip(self._root.buffers, columns, strict=True)):
             candidates = _BufferCandidates(owned, column, rows, before[index])
-            value = candidates.value(choose(names[index], candidates.value))
-            if value is not owned and value is not None:
-                owned.copy_(value)
+            candidates.write(choose(names[index], candidates.value))
 
     def _check_buffers(self, replica: Replica) -> None:
         mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))

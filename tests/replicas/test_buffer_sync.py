@@ -1,7 +1,13 @@
 """What a step wrote into buffers comes back as the rules say, and goes back where the step failed."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from lightning_dpx.memory import HostAccount
+from lightning_dpx.replicas import ReplicaSet
 from lightning_dpx.replicas.buffer_sync import BufferSync
 from tests.replicas.state_pairs import pair
 
@@ -38,3 +44,31 @@ def test_after_a_step_that_failed_the_buffers_are_what_they_were() -> None:
     mine.module.seen.fill_(9)
     sync.restore()
     assert mine.module.seen.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rule", ["first", "mean", "sum", "max", "min"])
+def test_a_large_buffer_comes_together_without_another_of_its_size(rule: Any) -> None:
+    """As a small one does, number for number; a memory of many MiB has its place in a budget once."""
+    module = nn.Module()
+    module.register_buffer("memory", torch.randn(300, 1000))
+    replicas = ReplicaSet(module, [torch.device("cpu")] * 3).replicas
+    sync = BufferSync(replicas)
+    before = module.memory.clone()
+    sync.copy()
+    sync.remember()
+    for replica in replicas:
+        replica.module.memory.mul_(0.9).add_(replica.index)
+    first, second, third = (replica.module.memory.clone() for replica in replicas)
+    expected = {
+        "first": first,
+        "mean": first * (2 / 6) + second * (3 / 6) + third * (1 / 6),
+        "sum": before + (first - before) + (second - before) + (third - before),
+        "max": third,
+        "min": first,
+    }
+    account = HostAccount()
+    started = account.start()
+    sync.collect(replicas, [2, 3, 1], lambda name, value: rule)
+    taken = account.stop(started)
+    assert torch.equal(module.memory, expected[rule])
+    assert taken.most < before.nbytes
