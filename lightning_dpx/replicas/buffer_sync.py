@@ -96,7 +96,7 @@ class _BufferCandidates:
         if self.owned.numel() <= _PIECE or not are_alike or not all(map(_is_plain, tensors)):
             yield self
             return
-        for owned, *others in zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True):
+        for owned, *others in zip(*(torch.split(tensor.view(-1), _PIECE) for tensor in tensors), strict=True):
             before = None if self._before is None else others.pop()
             # As the whole is: what a buffer is already is not written.
             if self._column[0] is self.owned:

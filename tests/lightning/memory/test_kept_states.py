@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_dpx.lightning.memory.kept_states import times_kept
 from lightning_dpx.lightning.memory.static import bytes_of_states
+from lightning_dpx.memory import HostAccount
 
 
 class Unknown(torch.optim.Optimizer):
@@ -60,3 +61,16 @@ def test_on_the_host_what_is_there_counts_in_place_of_a_guess() -> None:
     assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 2 * 4000}
     steps(optimizer, parameters)
     assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 3 * 4000}
+
+
+def test_a_shadow_is_made_once() -> None:
+    """It takes memory, for which later steps have no room."""
+    parameters = [nn.Parameter(torch.zeros(500, 500))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    times_kept(optimizer)
+    account = HostAccount()
+    started = account.start()
+    assert times_kept(optimizer) == 0
+    assert account.stop(started).most < parameters[0].nbytes
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(500))], "momentum": 0.9})
+    assert times_kept(optimizer) > 0, "of other parameters"
