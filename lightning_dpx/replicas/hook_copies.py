@@ -9,6 +9,7 @@ from lightning_dpx.errors import ReplicationError
 from lightning_dpx.python_objects.module_hooks import FLAGS, OF_MODULES, is_ours
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks
 from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.torch_compat import adopt_backward_hooks_kind
 
 
 class HookCopies:
@@ -86,6 +87,8 @@ class HookCopies:
                         held[number] = self._translate(replica, hook)
             for flags_of in FLAGS:
                 flags_of(counterpart).update(flags_of(child))
+            # A flag of the module, not of the hook, as both kinds are kept in one dict.
+            adopt_backward_hooks_kind(counterpart, child)
 
 
 def _users_hooks(child: nn.Module) -> dict[tuple[int, int], Any]:

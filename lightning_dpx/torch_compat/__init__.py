@@ -136,6 +136,7 @@ from lightning_dpx.torch_compat.sharded import (
     unpin,
 )  # fmt: skip
 from lightning_dpx.torch_compat.tensors import (
+    adopt_backward_hooks_kind,
     check_input_dim,
     flatten_dense,
     is_refused_by_modes,
@@ -149,8 +150,9 @@ from lightning_dpx.torch_compat.tensors import (
 )  # fmt: skip
 
 __all__ = [
-    "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of", "backward_pre_hooks_of",
-    "buffers_of", "check_input_dim", "COLLECTIVES", "compile_backends", "compile_settings_of", "compiled_call_of",
+    "adopt_backward_hooks_kind", "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of",
+    "backward_pre_hooks_of", "buffers_of", "check_input_dim", "COLLECTIVES",
+    "compile_backends", "compile_settings_of", "compiled_call_of",
     "compiles_one_graph", "hook_compiled_function", "compiler_apart", "COMPILER_TYPES", "CompileSettings",
     "COMPOSABLE_STATE",
     "current_function_mode",

@@ -204,6 +204,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch.nn.Module()._forward_pre_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
     "torch.nn.Module()._backward_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
     "torch.nn.Module()._backward_pre_hooks": PrivateName(why=_HOOKS_OF_MODULES, without="hooks are not followed"),
+    "torch.nn.Module()._is_full_backward_hook": PrivateName(
+        why="whether backward hooks get gradients of the module or of its last node",
+        without="backward hooks that come during a fit do something else on other replicas",
+    ),
     "torch.nn.Module()._forward_hooks_with_kwargs": PrivateName(
         why=_HOOKS_OF_MODULES, without="hooks lose their keyword arguments"
     ),

@@ -16,6 +16,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def adopt_backward_hooks_kind(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """The backward hooks of ``module`` are called as those of ``other``: as full ones, or as those of its last node."""
+    module._is_full_backward_hook = other._is_full_backward_hook
+
+
 def is_refused_by_modes(error: BaseException) -> bool:
     """Whether the constructor of a tensor subclass has raised, as it does under any dispatch mode.
 

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
+import lightning_dpx as dpx
 from lightning_dpx import ReplicaGroup
-from tests.conftest import SIMULATED
+from tests.conftest import SIMULATED, assert_equal, make_loader, make_trainer, seeded
 
 NEEDS_SIMULATION = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 
@@ -35,3 +37,22 @@ def test_hooks_write_into_the_containers_of_their_own_replica(devices: list[str]
             group.forward(rows + 10 * step)
             merged: Any = group.outputs_merged()
             assert merged.view(-1).tolist() == (rows + 10 * step).view(-1).tolist()
+
+
+class ScalesGradients(Callback):
+    """Replicas are there by the time that it comes."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        last = [part for part in pl_module.modules() if isinstance(part, nn.Linear)][-1]
+        last.register_full_backward_hook(lambda part, inputs, outputs: (inputs[0] * 0.5,))
+
+
+def test_full_backward_hooks_that_come_during_a_fit_are_full_ones_on_all_replicas() -> None:
+    """Others called them for the last node of the module alone, whose gradients they do not scale."""
+    weights = []
+    for options in ({}, {"devices": 2, "strategy": dpx.DPXStrategy(execution="inline")}):
+        model = seeded()
+        trainer = make_trainer(max_epochs=1, callbacks=[ScalesGradients()], precision="64-true", **options)
+        trainer.fit(model, make_loader(), make_loader())
+        weights.append(model.state_dict())
+    assert_equal(weights[1], weights[0])
