@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.lightning.rehearsal.outside_state import Reached
+from lightning_dpx.python_objects.hook_state import hooks_of_parameters
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.other_threads import user_code_runs_elsewhere
 from lightning_dpx.replicas.parameter_hooks import ParameterHooks
@@ -36,7 +37,15 @@ class RealModule:
     def __init__(
         self, module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], shared: SharedParameters
     ) -> None:
-        state = ObjectState(list(module.modules()), follow_code=False, copies=True, only_own=True, most=_MOST_OBJECTS)
+        # Shadows have copies of submodules' hooks, but their parameters have these very ones.
+        state = ObjectState(
+            list(module.modules()),
+            follow_code=False,
+            copies=True,
+            only_own=True,
+            most=_MOST_OBJECTS,
+            objects=hooks_of_parameters(module),
+        )
         self._objects = Reached(state, module)
         self._shared = shared
         self._parameters = parameters

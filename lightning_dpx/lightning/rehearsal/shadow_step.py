@@ -30,6 +30,7 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     attributes_of,
     host_copy,
     python_state,
+    state_of_hooks,
     state_outside,
 )
 from lightning_dpx.lightning.rehearsal.hook_reads import HookNames
@@ -262,7 +263,8 @@ class ShadowStep:
 
     def state(self, shadow: Any) -> dict[str, Any]:
         """Python state and buffers of a shadow, and what its code reaches outside of it."""
-        outside = chain(self.sandbox.surroundings.values(), self._settings())
+        # A shadow has copies of what its hooks keep, where nothing else leads.
+        outside = chain(self.sandbox.surroundings.values(), self._settings(), state_of_hooks(shadow))
         return {**python_state(attributes_of(shadow)), **state_outside(outside)}
 
     def _settings(self) -> Iterable[tuple[str, Any]]:

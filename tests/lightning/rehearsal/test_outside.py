@@ -196,3 +196,95 @@ def test_mappings_that_load_what_they_are_asked_for_are_read_past_their_methods(
 def test_steps_by_hand_leave_mappings_that_load_alone() -> None:
     theirs, ours = (fit(ByHand, execution).state_dict() for execution in ("", "inline"))
     assert_equal(ours, theirs)
+
+
+class Recorder:
+    """Collects what a layer gives, for a script or a callback that registers its method as a hook."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+        self.last: torch.Tensor | None = None
+        self.num_rows = 0
+
+
+class AppendsSums(Recorder):
+    def hook(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.sums.append(output.sum().item())
+
+
+class KeepsTheLast(Recorder):
+    def hook(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.last = output.detach()
+
+
+class CountsRows(Recorder):
+    """It has a tensor, so that every replica has a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(3)
+
+    def hook(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.num_rows += len(output)
+
+
+class OnlyLoss(Keeps):
+    def keep(self, batch: Any, batch_idx: int, loss: float) -> None: ...
+
+
+class TapsALayer(Keeps):
+    """Its own hook fills a dict by which the step itself gets the output of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        taps = self.taps = dict[str, torch.Tensor]()
+        self.net.register_forward_hook(lambda layer, args, output: taps.update(out=output))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.net(batch[0])
+        return F.cross_entropy(self.taps["out"], batch[1])
+
+
+def fit_recorded(model: Keeps, **options: Any) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", **options)
+    make_trainer(max_epochs=1, devices=2, strategy=strategy).fit(model, make_loader(24, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (AppendsSums, r"AppendsSums.sums is \+1 items on one device, \+2 items in slices"),
+        (KeepsTheLast, "KeepsTheLast.last is of one slice"),
+        (CountsRows, "CountsRows.num_rows is"),
+    ],
+)
+def test_what_hooks_of_submodules_keep_elsewhere_is_compared(kind: Any, text: str) -> None:
+    """The hooks of a shadow have a copy of the recorder, and nothing looked at that: it was said to be as before."""
+    model = OnlyLoss()
+    model.net.register_forward_hook(kind().hook)
+    with pytest.warns(UserWarning, match=f"not what it is on one device: the hook's {text}"):
+        fit_recorded(model)
+
+
+def test_what_hooks_keep_is_that_of_one_device_where_the_stage_is_given_whole() -> None:
+    model = OnlyLoss()
+    recorder = AppendsSums()
+    model.net.register_forward_hook(recorder.hook)
+    with pytest.warns(UserWarning, match="the hook's AppendsSums.sums"):
+        fit_recorded(model, verify="first")
+    assert len(recorder.sums) == 3
+
+
+def test_what_hooks_keep_for_their_own_step_is_no_difference() -> None:
+    fit_recorded(TapsALayer(), verify="raise")
+
+
+@pytest.mark.parametrize("registers", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_rehearsal_leaves_nothing_in_what_hooks_of_parameters_have_captured(registers: str) -> None:
+    """Shadows have these very hooks on their parameters, and not copies: a list had items of three more backwards."""
+    model = OnlyLoss()
+    calls: list[int] = []
+    getattr(model.net.weight, registers)(lambda _: calls.append(1))
+    with pytest.warns(UserWarning, match="hooks of parameters change .*a hook of net.weight"):
+        fit_recorded(model)
+    assert len(calls) == 6  # two slices of three batches

@@ -8,7 +8,13 @@ import torch
 
 from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.rehearsal.comparison.judging_rules import JudgingRules
-from lightning_dpx.lightning.rehearsal.comparison.observation import LEFT, OUTSIDE, OUTSIDE_TORCH, Observation
+from lightning_dpx.lightning.rehearsal.comparison.observation import (
+    LEFT,
+    OF_HOOKS,
+    OUTSIDE,
+    OUTSIDE_TORCH,
+    Observation,
+)
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import NAMED, Comparison, short
 from lightning_dpx.lightning.rehearsal.comparison.relations import Relations, grew_alike, keyed_items, matching_items
 from lightning_dpx.replicas import drawn_once
@@ -211,6 +217,9 @@ class Comparer:
                 continue
             if of_a_slice and path in whole.hook_reads.paths:
                 wrong.append(f"{_shown(path)}, which hooks read, is of one slice")
+            # What keeps it there is outside of the step as well, and reads it between steps.
+            elif of_a_slice and path.startswith(OF_HOOKS):
+                wrong.append(f"{_shown(path)} is of one slice")
             elif of_a_slice:
                 rebound.append(_shown(path))
             else:

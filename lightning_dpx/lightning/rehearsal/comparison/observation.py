@@ -16,6 +16,7 @@ from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
 from lightning_dpx.lightning.rehearsal.hook_reads import HookReads
 from lightning_dpx.python_objects.compiled import is_compiled_function
+from lightning_dpx.python_objects.hook_state import kept_by_hooks
 from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pairs_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, package_of, runs_steps
@@ -27,6 +28,8 @@ from lightning_dpx.torch_compat import OptimizedModule
 OUTSIDE_TORCH = "a generator of Python or NumPy"  # among what drew numbers that could not be made equal
 LEFT = "@left"  # ends the name of a gradient that a step by hand leaves to later ones
 OUTSIDE = "@"  # begins the path of what is no attribute of the module
+_OF_A_HOOK = "the hook's "  # comes next where a hook of a submodule is all that leads there
+OF_HOOKS = OUTSIDE + _OF_A_HOOK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,15 @@ def state_outside(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         # The prefix keeps globals apart from attributes of the same name.
         found[f"{OUTSIDE}{path}"] = _OutsideFreezer(most).frozen(value, _DEEPEST)
     return found
+
+
+def state_of_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and values of what hooks of submodules keep beside the module, for :func:`state_outside`.
+
+    Args:
+        module: A shadow, which has copies of it.
+    """
+    return ((f"{_OF_A_HOOK}{name}", value) for name, value in kept_by_hooks(module))
 
 
 class _Freezer:

@@ -1,0 +1,89 @@
+"""What hooks of a module keep where the module itself does not lead: a recorder, a list that a closure has captured.
+
+The user's script, a callback or a library may put a hook on a submodule that collects activations. Of such an object
+the module knows nothing but the hook.
+"""
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_dpx.python_objects.kept_values import kept_values
+from lightning_dpx.python_objects.module_hooks import OF_MODULES, is_ours
+from lightning_dpx.python_objects.object_graph import ATOMS, ObjectGraph, is_tensor_or_module
+from lightning_dpx.python_objects.origin import is_library, package_of, runs_steps
+from lightning_dpx.python_objects.own_attributes import own_attributes
+from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
+
+_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def hooks_of_parameters(module: nn.Module) -> dict[str, Any]:
+    """The user's hooks on the parameters of ``module``, by name."""
+    found: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        for hooks_of in (backward_hooks_of, post_accumulate_hooks_of):
+            for number, hook in (hooks_of(parameter) or {}).items():
+                if not is_ours(hook):
+                    found[f"{_name_of(hook)} (a hook of {name}, {number})"] = hook
+    return found
+
+
+def kept_by_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and values of what the hooks of submodules keep, without what attributes of these lead to as well."""
+    hooks = [hook for child in module.modules() for hook in _hooks_of(child)]
+    if not hooks:
+        return
+    # What an attribute leads to is looked at there, and comes together by its own rules.
+    own = ObjectGraph(is_tensor_or_module, _leads_to_run)
+    own.walk(value for child in module.modules() for value in _attributes_of(child))
+    seen = set(own.objects)
+    for hook in hooks:
+        for name, value in _kept_by(hook):
+            # Numbers are no objects that two hooks could share, though small ones are the same everywhere.
+            if type(value) not in ATOMS:
+                if id(value) in seen or _leads_to_run(value) or isinstance(value, nn.Module):
+                    continue
+                seen.add(id(value))
+            yield name, value
+
+
+def _hooks_of(child: nn.Module) -> Iterator[Any]:
+    for hooks_of in OF_MODULES:
+        for hook in hooks_of(child).values():
+            # Those of torch's own parametrizations keep nothing that a step changes.
+            if not is_ours(hook) and package_of(getattr(type(hook), "__module__", None)) != "torch":
+                yield hook
+
+
+def _attributes_of(child: nn.Module) -> Iterator[Any]:
+    return (value for key, value in vars(child).items() if key not in _EVERY_MODULE)
+
+
+def _kept_by(hook: Any) -> Iterator[tuple[str, Any]]:
+    """What a hook keeps, by name; of an object whose method it is, or that it is itself, the attributes."""
+    while isinstance(hook, functools.partial):
+        yield from ((f"{_name_of(hook)}.args[{place}]", value) for place, value in enumerate(hook.args))
+        hook = hook.func
+    if isinstance(hook, types.FunctionType):
+        yield from ((f"{_name_of(hook)}.{key}", value) for key, value in (kept_values(hook) or {}).items())
+        return
+    owner = getattr(hook, "__self__", hook)
+    if isinstance(owner, nn.Module) or is_library(type(owner)):
+        return
+    yield from ((f"{type(owner).__name__}.{key}", value) for key, value in (own_attributes(owner) or {}).items())
+
+
+def _name_of(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name.replace("<locals>.", "")
+
+
+def _leads_to_run(value: Any) -> bool:
+    # Behind a trainer lies all that there is, callbacks among it.
+    return runs_steps(type(value)) and own_attributes(value) is not None
