@@ -2,7 +2,8 @@
 
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -72,26 +73,79 @@ class SecondSteps:
         found = self._observed_slices(judge, out, whole)
         if found is None:
             return
-        again, sliced = found
+        again, _ = found
         counts = _counts_of_rows(judge, first)
         of_news = _settle_numbers(judge, again, whole, out)
         _settle_buffers(judge, again, out)
         _refuse_rings(judge, [path for path in counts if _is_taken_back(path, first, whole)])
         self._tell_extremes(judge, out, first, of_news)
         added_up = self._adding_up(out.kept, first, whole)
+        if out.kept:
+            self._refuse_use_of_kept(judge, out, (whole, *found), rounds=rounds)
+            self._refuse_use_by_next_batch(judge, out, rounds=rounds)
+        if added_up:
+            out.blame_sums(added_up)
+
+    def _refuse_use_of_kept(
+        self,
+        judge: JudgingRules,
+        out: Comparison,
+        seen: tuple[Observation, JudgingRules, Observation],
+        *,
+        rounds: bool,
+    ) -> None:
+        """Refuses slices whose second step does not do what that of one device does.
+
+        Args:
+            judge: Of the first step.
+            out: What the first step has shown.
+            seen: The second step of one device, the rules of the slices', and what that does.
+            rounds: Whether something of the first step differs as roundings grow.
+
+        Raises:
+            SlicesFail: it does something else.
+        """
+        whole, again, sliced = seen
         # State was compared after the first step, and what steps keep differs by design.
         whole.state = {}
         sliced.state = {}
         second = compare_step(self._step, whole, sliced, again, sizes=self._runs.sizes)
-        if rounds and second.differences and out.kept:
+        if rounds and second.differences:
             second = self._compared_but_for_roundings(judge, whole, sliced) or second
         # A kind that differs in the first step already is no news of the second.
         known = {kind for kind, _ in out.differences}
         second.differences = [one for one in second.differences if one[0] not in {*known, "kept value"}]
-        if second.differences and out.kept:
+        if second.differences:
             raise SlicesFail(out.uses_kept(second.summary()), _KEEP_ELSEWHERE)
-        if added_up:
-            out.blame_sums(added_up)
+
+    def _refuse_use_by_next_batch(self, judge: JudgingRules, out: Comparison, *, rounds: bool) -> None:
+        """The same of a second step that is that of the next batch.
+
+        A step that begins anew in the first batch of an epoch, as one with hidden states does, uses nothing of the
+        step before it as long as it gets that index.
+
+        Args:
+            judge: Of the first step.
+            out: What the first step has shown.
+            rounds: Whether something of the first step differs as roundings grow.
+
+        Raises:
+            SlicesFail: it does something else.
+        """
+        with self._at_indices(0, 1):
+            whole = self._observed_whole(judge, out)
+            found = None if whole is None else self._observed_slices(judge, out, whole)
+            if whole is not None and found is not None:
+                self._refuse_use_of_kept(judge, out, (whole, *found), rounds=rounds)
+
+    @contextmanager
+    def _at_indices(self, *further: int) -> Iterator[None]:
+        """Steps of a run get the index of a batch that is so much further on, one after the other."""
+        self._step.moves_on = further
+        try:
+            yield
+        finally:
+            self._step.moves_on = ()
 
     def _refuse_use_by_next_slice(self, judge: JudgingRules, out: Comparison) -> None:
         """Refuses slices where one of them uses what another has kept, of a step that one device cannot run twice.
@@ -188,6 +242,25 @@ class SecondSteps:
         kept = dict.fromkeys([*out.kept, *kept_of(unstable)])
         if not kept or self._step.by_hand:  # whose second step begins with other weights
             return
+        self._refuse_use_of_draws(judge, out, first, list(kept))
+        # One that begins anew in the first batch of an epoch shows in the next batch what it uses, as below.
+        with self._at_indices(1):
+            next_first = self._runs.whole.observe(self._runs.num_rows)
+        with self._at_indices(0, 1):
+            self._refuse_use_of_draws(judge, out, next_first, list(kept))
+
+    def _refuse_use_of_draws(self, judge: JudgingRules, out: Comparison, first: Observation, kept: list[str]) -> None:
+        """The same, at the indices of batches that steps have now.
+
+        Args:
+            judge: Of the first step.
+            out: What the first step has shown.
+            first: A step like the second, without one before it.
+            kept: What steps keep.
+
+        Raises:
+            SlicesFail: the second step uses it.
+        """
         second = self._observed_whole(judge, out)
         # A clustering of these very rows may stay as it is in a second step, and is another one after other draws.
         other = None if second is None else self._observed_whole(judge, out, other_first=True)
@@ -197,7 +270,7 @@ class SecondSteps:
             used = results_of(unstable_between(one, second, self._step.tolerance))
             if used and self._is_steady(second):
                 what = f"with the same rows and random numbers it does something else than {before}"
-                raise SlicesFail(replace(out, kept=list(kept)).uses_kept(what), _KEEP_ELSEWHERE)
+                raise SlicesFail(replace(out, kept=kept).uses_kept(what), _KEEP_ELSEWHERE)
 
     def _is_steady(self, second: Observation) -> bool:
         """Whether two steps on one device do the same when they run once more, from the same start."""

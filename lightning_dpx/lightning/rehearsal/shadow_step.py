@@ -82,6 +82,7 @@ class ShadowStep:
         trains_norms: Whether these run as in the step; else in eval mode, so that the rest can be compared.
         ahead: By how much counts of shadows begin further on than the module's, by path.
         hook_names: What hooks read after the step.
+        moves_on: By how much the index of the batch is further on, for each step of a run; no further unless given.
     """
 
     def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
@@ -98,10 +99,19 @@ class ShadowStep:
         self.norms: list[str] = []
         self.trains_norms = False
         self.ahead: dict[str, float] = {}
+        self.moves_on: tuple[int, ...] = ()
         self.hook_names: HookNames = HookNames(module, call.name)
         self.changes_settings = False
         self.saves_on_host = False
         self.tolerance: Tolerance = _tolerance_of(strategy, module, call)
+
+    def args_of(self, number: int) -> tuple[Any, ...]:
+        """What the trainer calls a step with, of a run that has done ``number`` steps before it."""
+        batch, *rest = self.call.args
+        # The index of a batch is the first of them; of an iterator over batches there is none.
+        if rest and isinstance(rest[0], int) and number < len(self.moves_on):
+            rest[0] += self.moves_on[number]
+        return batch, *rest
 
     def adopt_precision(self) -> None:
         """Takes the tolerance from the dtypes that a run has shown the step to compute in."""

@@ -93,7 +93,7 @@ class SlicedRun:
             stack.callback(training.discard_forward)
             for replica in replicas.replicas:
                 stack.callback(forget_gradients, list(replica.module.parameters()))  # also where the step raises
-            for rules in (*earlier, judge):
+            for number, rules in enumerate((*earlier, judge)):
                 # Arguments are learned from the step that is judged;
                 # earlier ones only lead up to it.
                 replicas.metrics.example = whole.metric_calls if rules is judge else None
@@ -101,7 +101,7 @@ class SlicedRun:
                 training.rules = rules
                 slices = session.slices.weighted(self._slices_of(replicas, sizes), shadow)
                 with step.pointing_at(shadow, session, rules, optimizers):
-                    self._observe_step(session, slices, seen)
+                    self._observe_step(session, slices, seen, number)
         step.note_draws(seen)
         self.metric_rules = replicas.metrics.rules_by_path()
         # Over all runs of a rehearsal: one that waited is enough to hold all micro-batches at once.
@@ -127,8 +127,14 @@ class SlicedRun:
             forget_gradients(replica.module.parameters())
         self.step.leave_gradients(training.owner_parameters)
 
-    def _observe_step(self, session: "Session", slices: list[BatchSlice], seen: Observation) -> None:
+    def _observe_step(self, session: "Session", slices: list[BatchSlice], seen: Observation, number: int) -> None:
         """One step of ``observe``, by the rules that its training step has; ``seen`` is then of this step.
+
+        Args:
+            session: Of the shadow.
+            slices: What the step gets.
+            seen: What is seen of it.
+            number: How many steps the run has done before it.
 
         Raises:
             SlicesFail: the step itself has found that it cannot be run in slices.
@@ -142,7 +148,7 @@ class SlicedRun:
         writes = step.watch_batch(self._rows.whole(num_rows))
         session.batches.writes = writes
         with recording(merged_log, shadow):
-            final = self._forward(session, slices)
+            final = self._forward(session, slices, step.args_of(number))
         # Before anything is compared: what failed is a reason, and not a difference.
         self._check_left_whole(session.whole_batches)
         seen.logged = {path_of(key): logged_value(*entry) for key, entry in merged_log.entries.items()}
@@ -193,8 +199,8 @@ class SlicedRun:
             slices.append(BatchSlice(replicas.replicas[index], size, part))
         return slices
 
-    def _forward(self, session: "Session", slices: list[BatchSlice]) -> Any:
+    def _forward(self, session: "Session", slices: list[BatchSlice], args: tuple[Any, ...]) -> Any:
         call = self.step.call
         if self.step.trains:
-            return session.training.forward(slices, call.args, call.kwargs)
-        return session.evaluation.forward(call.name, slices, call.args, call.kwargs)
+            return session.training.forward(slices, args, call.kwargs)
+        return session.evaluation.forward(call.name, slices, args, call.kwargs)

@@ -207,6 +207,7 @@ class _StepsOnShadow:
         self.seen: Observation = Observation(state_before=step.state(shadow))
         # A step that makes a layer when it first knows its width adds names.
         self._known = {name for name, _ in shadow.named_parameters()}
+        self._num_done = 0
         self._made_metrics = MadeMetrics()
         self._metrics_left: Sequence[str] = ()
 
@@ -218,6 +219,7 @@ class _StepsOnShadow:
         """
         with self._made_metrics.watching():
             self._observe(watched)
+        self._num_done += 1
 
     def find_made_parts(self) -> None:
         """Looks which metrics that steps have made are held by the shadow, while its replicas are there."""
@@ -310,7 +312,7 @@ class _StepsOnShadow:
             writes.note(batch_slice, batch, is_as_loaded=transfer.is_plain)
             backwards = BackwardWatch(refuses=False)
             with BACKWARDS_ASK, step_of(backwards, shadow):
-                output = getattr(shadow, call.name)(batch, *call.args[1:], **call.kwargs)
+                output = getattr(shadow, call.name)(batch, *step.args_of(self._num_done)[1:], **call.kwargs)
         # By hand that is what a step is for.
         if backwards.seen and step.trains and not step.by_hand:
             drops = may_drop_gradients(shadow.trainer) and not backwards.leaves_gradients

@@ -91,6 +91,23 @@ class KeepsItsState(Model):
         return F.cross_entropy(self.net(state), batch[1])
 
 
+class BeginsAnew(KeepsItsState):
+    """Its state is that of an epoch: the first step, run twice, uses nothing of itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            self.state = None
+        return super().training_step(batch, batch_idx)
+
+
+class BeginsAnewWithDropout(BeginsAnew):
+    """What it keeps is of random draws."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        return super().training_step([F.dropout(rows, 0.3), labels], batch_idx)
+
+
 class Queue(Model):
     """Keys of the last batches in a ring, whose place is a buffer as well, as MoCo has them."""
 
@@ -251,8 +268,8 @@ class SpreadByHand(ByHand):
 @pytest.mark.parametrize(
     "kind",
     [
-        AveragesLater, CopiesNowAndThen, KeepsItsState, Queue, SetsData, LevelByRows, LevelInABuffer,
-        LevelInAFloat, LevelOfWhatIsLeft, LevelBesideADifference, AveragesLaterByHand, QueueByHand,
+        AveragesLater, CopiesNowAndThen, KeepsItsState, BeginsAnew, BeginsAnewWithDropout, Queue, SetsData, LevelByRows,
+        LevelInABuffer, LevelInAFloat, LevelOfWhatIsLeft, LevelBesideADifference, AveragesLaterByHand, QueueByHand,
     ],
 )  # fmt: skip
 def test_what_slices_cannot_do_later_lets_batches_whole_before_it_is_done(
