@@ -16,7 +16,7 @@ from lightning_dpx.python_objects.module_hooks import OF_MODULES, is_ours
 from lightning_dpx.python_objects.object_graph import ATOMS, ObjectGraph, is_tensor_or_module
 from lightning_dpx.python_objects.origin import is_library, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
-from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
+from lightning_dpx.torch_compat import backward_hooks_of, global_module_hooks, post_accumulate_hooks_of
 
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -32,9 +32,14 @@ def hooks_of_parameters(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """The user's hooks that torch calls for every module of the process."""
+    return [hook for held in global_module_hooks for hook in list(held.values()) if not is_ours(hook)]
+
+
 def kept_by_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names and values of what the hooks of submodules keep, without what attributes of these lead to as well."""
-    hooks = [hook for child in module.modules() for hook in _hooks_of(child)]
+    """Names and values of what hooks of submodules, and of all modules, keep where no attribute of these leads."""
+    hooks = [hook for child in module.modules() for hook in _hooks_of(child)] + hooks_of_all_modules()
     if not hooks:
         return
     # What an attribute leads to is looked at there, and comes together by its own rules.

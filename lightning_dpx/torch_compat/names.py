@@ -74,6 +74,13 @@ execution_engine: Any = torch.autograd.Variable._execution_engine
 # Compared with the code of frames, which is the same object in every call.
 engine_code = _graph._engine_run_backward.__code__
 has_any_global_hook: Callable[[], bool] = _nn_module._has_any_global_hook
+# One dict each for as long as the process lives.
+global_module_hooks: tuple[dict[int, Any], ...] = (
+    _nn_module._global_forward_pre_hooks,
+    _nn_module._global_forward_hooks,
+    _nn_module._global_backward_pre_hooks,
+    _nn_module._global_backward_hooks,
+)
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 register_device_module: Callable[[str, object], None] = torch._register_device_module
@@ -114,7 +121,7 @@ __all__ = [
     "execution_engine", "FakeTensor",
     "FakeTensorMode", "foreach_add_", "foreach_copy_", "foreach_div", "foreach_div_", "foreach_mul_",
     "forward_hooks_always_called", "forward_hooks_of", "forward_hooks_with_kwargs", "forward_pre_hooks_of",
-    "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes", "has_any_global_hook", "has_storage",
+    "forward_pre_hooks_with_kwargs", "free_weak_storage", "function_modes", "global_module_hooks", "has_any_global_hook", "has_storage",
     "innermost_transform", "is_any_autocast_enabled", "is_functorch_wrapped_tensor",
     "is_torch_function_mode_enabled", "is_traceable_wrapper_subclass", "key_of", "len_torch_dispatch_stack",
     "len_torch_function_stack", "make_wrapper_subclass", "OpOverload", "OpOverloadPacket", "OptimizedModule",

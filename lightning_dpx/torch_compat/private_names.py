@@ -19,6 +19,7 @@ class PrivateName:
 
 
 _MODES = "steps that we watch or repeat run under modes, and must neither see nor disturb the user's"
+_HOOKS_OF_ALL = "hooks of all modules are in dicts without a public reader"
 _HOOKS_OF_MODULES = "modules keep their hooks in dicts without a public reader"
 _PARTS = "a module's own dicts: the public iterators compute names on the way, which costs a third of a walk"
 
@@ -135,6 +136,18 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": PrivateName(
         why="each batch norm has its own words for a wrong input",
         without="the batch norm over replicas cannot refuse an input as the original does",
+    ),
+    "torch.nn.modules.module._global_forward_pre_hooks": PrivateName(
+        why=_HOOKS_OF_ALL, without="what hooks of all modules keep is not looked at"
+    ),
+    "torch.nn.modules.module._global_forward_hooks": PrivateName(
+        why=_HOOKS_OF_ALL, without="what hooks of all modules keep is not looked at"
+    ),
+    "torch.nn.modules.module._global_backward_pre_hooks": PrivateName(
+        why=_HOOKS_OF_ALL, without="what hooks of all modules keep is not looked at"
+    ),
+    "torch.nn.modules.module._global_backward_hooks": PrivateName(
+        why=_HOOKS_OF_ALL, without="what hooks of all modules keep is not looked at"
     ),
     "torch.nn.modules.module._has_any_global_hook": PrivateName(
         why="global hooks see every call", without="calls would be replayed although a hook watches them"

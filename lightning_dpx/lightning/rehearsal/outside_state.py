@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
+from lightning_dpx.python_objects.hook_state import hooks_of_all_modules
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -254,7 +255,10 @@ class Surroundings:
         # In order and once each: many submodules are of one class.
         classes = dict.fromkeys([*(type(child) for child in module.modules()), *classes_of_held(module)])
         of_code = ObjectState((), copies=True, classes=classes, only_own=True)
-        near = ObjectState((), follow_code=False, copies=True, objects=self._objects, only_own=True, most=_MOST_NEAR)
+        # A shadow's modules call these very hooks, while it has copies of its own.
+        hooks = {f"a hook of all modules, {place}": hook for place, hook in enumerate(hooks_of_all_modules())}
+        objects = {**self._objects, **hooks}
+        near = ObjectState((), follow_code=False, copies=True, objects=objects, only_own=True, most=_MOST_NEAR)
         self._reached = [Reached(of_code, module), Reached(near, module)]
 
     def restore(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import Dataset
 
 import lightning_dpx as dpx
@@ -288,3 +289,15 @@ def test_a_rehearsal_leaves_nothing_in_what_hooks_of_parameters_have_captured(re
     with pytest.warns(UserWarning, match="hooks of parameters change .*a hook of net.weight"):
         fit_recorded(model)
     assert len(calls) == 6  # two slices of three batches
+
+
+def test_a_rehearsal_leaves_nothing_in_what_hooks_of_all_modules_have_captured() -> None:
+    model = OnlyLoss()
+    sums: list[float] = []
+    handle = register_module_forward_hook(lambda layer, args, output: sums.append(output.sum().item()))
+    try:
+        with pytest.warns(UserWarning, match=r"the hook's .*sums is \+1 items on one device, \+2 items in slices"):
+            fit_recorded(model)
+    finally:
+        handle.remove()
+    assert len(sums) == 6
