@@ -9,7 +9,6 @@ from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.shadow_optimizer import ShadowOptimizer, trained_by, with_shadow_optimizer
 from lightning_dpx.torch_compat import tree_leaves
 
-
 # By optimizer, for so many bytes that it changes. A shadow takes memory of its own: in the first step, where a profile
 # takes more, and not before each look at the room of later ones.
 _KNOWN: "weakref.WeakKeyDictionary[Any, tuple[int, float]]" = weakref.WeakKeyDictionary()
