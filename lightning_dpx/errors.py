@@ -1,4 +1,4 @@
-"""Everything that lightning_dpx raises on its own account.
+"""The public errors of lightning_dpx.
 
 DPXError
 ├── ConfigurationError (ValueError)      an argument has a value that is not allowed
@@ -13,6 +13,10 @@ DPXError
 ├── PlanError (ValueError)               a memory plan that cannot be made, read or applied
 │   └── BudgetError (OutOfMemoryError)   no plan meets the budget
 └── BenchError (RuntimeError)            a job of a bench that did not finish
+
+Subclasses stand beside what raises them: UncuttableBatch (replicas/batch_reading.py), UnequalShapesError
+(replicas/collectives.py), NoLossError, DoesNotFitError and more. RunAgain, NotRecomputable and StepAbandoned steer the
+package's own code, and reach no user.
 
 Errors raised by user code inside a replica are never wrapped: the original object is raised again, with a note that
 names the replica, its device and the stage.

@@ -71,7 +71,7 @@ class GradientSums:
         has_other_owners: Whether replicas beside the first own parameters.
         overlapped: Sends buckets while backward still runs; ``None`` where nothing travels, or not so early.
         memory_of_first: Addresses of parameters that only the first replica may own, as an optimizer writes their
-            memory on it by way of another tensor.
+            memory on it by way of another tensor: of a parameter that the module has dropped during the run.
 
     Raises:
         ConfigurationError: the reducer is not known, or cannot work between these devices.

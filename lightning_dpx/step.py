@@ -1,8 +1,12 @@
-"""The data flow of one training step, on one page.
+"""The data flow of one training step, on one page; this file has its losses and gradients.
 
     batch --slices--> slices --run--> losses --merge--> one leaf loss --(Lightning: scale, backward)--> its gradient
-          --run--> each replica's own backward --reduce--> gradients on the owner --(optimizer)--> new parameters
+          --backward--> each replica's own backward --reduce--> gradients on the owner --(optimizer)--> new parameters
           --synchronize--> replicas
+
+    slices, run            ReplicaSet, in replicas/replica_set.py
+    merge, backward, reduce    TrainingStep, here
+    synchronize            ParameterSync, in replicas/parameter_sync.py
 
 The merged loss is a leaf without history: autograd keeps one thread per device, and a backward of the replicas nested
 in the backward of the loss would wait for the very thread that it occupies. Two plain phases cannot deadlock. A loss
@@ -133,7 +137,7 @@ class TrainingStep:
     def merge(
         self, slices: Sequence[BatchSlice], outputs: Sequence[Any], finish: Callable[[Any], Any] | None = None
     ) -> Any:
-        """One loss from those that the replicas returned.
+        """The merged loss of the replicas, as a leaf without history: see the head of this module.
 
         Args:
             slices: The parts of the batch.
@@ -177,8 +181,9 @@ class TrainingStep:
                 return output  # Lightning has its own words for a step that returns something else
         # A tensor is its own loss, a mapping has extras beside it: they have no common result.
         if len({isinstance(output, torch.Tensor) for output in results}) > 1:
-            names = ", ".join(type(output).__name__ for output in results)
-            raise GatherError(f"The replicas returned different types for result: {names}; all must return the same.")
+            returned = zip(kept, results, strict=True)
+            who = [f"{type(output).__name__} on replica {one.replica.index}" for one, output in returned]
+            raise GatherError(f"training_step returned {' and '.join(who)}; return the same type on all replicas.")
         return self._merge(kept, results, counts)
 
     def _say_that_some_have_no_loss(self, slices: Sequence[BatchSlice]) -> None:

@@ -43,7 +43,7 @@ from lightning_dpx.replicas import Slicer
 
 
 class HookedStrategy(ParallelStrategy):
-    """Hands over what Lightning calls to what a run is made of; a subclass makes that before its base is made.
+    """Hands every hook of Lightning on to the objects of a run, which a subclass makes before ``super().__init__()``.
 
     Attributes:
         options: What the user asked for.

@@ -57,7 +57,7 @@ class MicroBatchSteps:
                 )
 
     def run(self, slices: list[BatchSlice], call: Callable[[BatchSlice], Any]) -> list[Any]:
-        """What the micro-batches return, without its graphs.
+        """What the micro-batches return, without their graphs.
 
         Args:
             slices: The micro-batches.

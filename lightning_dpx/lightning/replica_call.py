@@ -129,7 +129,10 @@ class ReplicaCall:
 
     @contextmanager
     def logged_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
-        """The replicas run in here; when the block ends well, what they logged is logged once, merged.
+        """Runs the slices in here; what each does to objects that all share happens once, for the whole batch.
+
+        That is: logs, metrics, iterators, settings of optimizers, ``should_stop``. Where the slices do not fit
+        together, all of it is taken back, as the step may run again.
 
         Args:
             slices: The slices.

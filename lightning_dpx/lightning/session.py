@@ -4,7 +4,7 @@
 strategy --hooks of Lightning's--> session.training    batch -> loss, and after Lightning's backward the gradients
                                    session.evaluation  batch -> outputs
                                      |
-                                     +-- slices, replicas, step, metrics, rules, memory: one object for each concern
+                                     +-- slices, replicas, step, metrics, settings, memory: one object for each concern
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,16 +1,17 @@
 """The data flow of a training step, from the batch that Lightning gives to the gradients that its optimizer finds.
 
     run             batch --slices--> slices --(rehearsal, plan: of the first)--> forward --> the loss for Lightning
-      forward         slices --ReplicaCall of each--> outputs --TrainingStep.merge--> one leaf loss
+      forward         slices --ReplicaCall of each--> outputs --TrainingStep.merge--> one leaf loss   (step.py)
                                    |
                                    +-- slice to its device -> the user's own training_step -> what it logged
 
         micro-batches: every ReplicaCall with its own backward, see MicroBatchSteps
 
-    after_backward  the leaf's gradient --TrainingStep.backward--> gradients of every replica
+    after_backward  the leaf's gradient --TrainingStep.backward--> gradients of every replica            (step.py)
                                         --TrainingStep.reduce---> their sums on the owners
 
-A batch that one replica gets whole, with no other process to wait for, takes the way of one device: see OneDevice.
+A batch that one replica gets whole, with no other process to wait for, takes the way of one device: see Run.alone in
+run.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -229,7 +230,7 @@ class TrainingFlow:
     def _runner(self, again: ReplicaCall) -> Callable[[list[BatchSlice], ReplicaCall], list[Any]]:
         """What runs the user's step on slices: on whole ones, or on micro-batches, whose outputs have no graphs.
 
-        It is called by whom it is given to: a traceback shows every frame above a step.
+        Returned, and not called here: one frame fewer above the user's code in a traceback.
 
         Args:
             again: The user's step for a second pass.

@@ -15,6 +15,7 @@ from lightning_dpx.memory.plan.offload import as_planned
 from lightning_dpx.memory.plan.plan import MemoryPlan, Model
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.units import format_bytes
 
 _ATTEMPTS = 4  # to make room on each device for what the other one drops
 
@@ -62,8 +63,9 @@ def plan_devices(
         rooms = [room - max(0, peak - budget) for room, peak, budget in zip(rooms, peaks, budgets, strict=True)]
     device_index = max(range(len(peaks)), key=lambda index: peaks[index] - budgets[index])
     raise BudgetError(
-        f"A budget of {budgets[device_index]} bytes for activations was not met together with that of the "
-        f"other device: plans that meet each take {peaks[device_index]}. Allow more on either, or choose another cut.",
+        f"A budget of {format_bytes(budgets[device_index])} for activations was not met together with that of the "
+        f"other device: plans that meet each take {format_bytes(peaks[device_index])}. Allow more on either, or "
+        "choose another cut.",
         peaks[device_index],
         device_index,
     )

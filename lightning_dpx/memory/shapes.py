@@ -22,6 +22,7 @@ from lightning_dpx.memory.plan.make_plan import plan_profile
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan
 from lightning_dpx.memory.plan.problem import Planner
 from lightning_dpx.memory.profile.data import Profile
+from lightning_dpx.units import format_bytes
 
 _ATTEMPTS = 5  # to find plans that do for all once each shape has its own
 _LEAST = 0.02  # of a room, by which it is made smaller at least: what is dropped is never a few bytes
@@ -203,9 +204,9 @@ def _not_met(found: Sequence[Forecast], excess: Sequence[int], budgets: Sequence
     """The error of a step in which too much is missing on a device (P of each)."""
     device_index = max(range(len(excess)), key=lambda index: excess[index])
     return BudgetError(
-        f"A budget of {budgets[device_index]} bytes for activations was not met for all shapes of batches "
-        f"together: plans that meet each take {found[device_index].peak}. Allow more, or use batches of more "
-        "equal shapes.",
+        f"A budget of {format_bytes(budgets[device_index])} for activations was not met for all shapes of batches "
+        f"together: plans that meet each take {format_bytes(found[device_index].peak)}. Allow more, or use "
+        "batches of more equal shapes.",
         found[device_index].peak,
         device_index,
     )

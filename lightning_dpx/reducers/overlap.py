@@ -70,7 +70,7 @@ class OverlappedReduction:
         """For one backward of these replicas.
 
         Args:
-            active: Their places.
+            active: The indices of the replicas.
             waits_for_last: Each runs several backwards, of which the last counts: see :meth:`begin_last`.
         """
         # At the first backward, not before: what makes no use of it finds no hooks.

@@ -77,14 +77,14 @@ class BatchReading:
     Attributes:
         batch: The batch.
         batch_dim: One dim for all inputs, or ``{path: dim}``.
-        loaders: The paths of what the loaders returned: the batch itself, or its parts where there are several.
         given_rows: The rows, where the caller knows them.
+        loaders: The paths of what the loaders returned: the batch itself, or its parts where there are several.
         counted: The inputs that say how many rows they have.
-        uncounted: Those that can be cut and do not.
+        uncounted: Those that can be cut, and do not say how many rows they have.
         lists: Those that may hold one item per row.
         opaque: Those that cannot be cut, with the reason.
         row_lists: The paths of lists that are cut by their items.
-        columns: Lists that a loader returned, which are taken for ones of inputs, as PyTorch's own collate makes them.
+        columns: Lists that a loader returned, read as one column per item, as PyTorch's own collate makes them.
     """
 
     batch: Any

@@ -16,7 +16,7 @@ Execution = Literal["auto", "inline", "threads"]
 
 
 class Lanes:
-    """Knows what runs tasks, and where they meet.
+    """Chooses the executor that runs the tasks of replicas, and holds their rendezvous.
 
     Args:
         execution: See :class:`lightning_dpx.replicas.replica_set.ReplicaSet`.
@@ -56,7 +56,7 @@ class Lanes:
         self.in_line_on_host: bool = not self.in_threads and all(map(is_host, self._devices))
 
     def deal(self, device_of: Sequence[int]) -> None:
-        """There are other replicas than before.
+        """Makes the executor anew, as there are other replicas than before.
 
         Args:
             device_of: By replica, the place of its device.

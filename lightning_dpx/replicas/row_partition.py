@@ -35,7 +35,7 @@ class RowPartition:
         devices: The same.
         micro_batches: K numbers, the most that any step has on each device: as many replicas live there.
         has_micro_batches: Whether one of them is more than 1.
-        device_of: By replica, the place of its device among ``devices``: micro-batches are replicas of one device.
+        device_of: By replica, the index of its device in ``devices``: micro-batches are replicas of one device.
         joins_slices: As given ...
         joins_slices_in_training: ... and for training steps, which may have been found to be faster apart.
         balancer: What measures the devices' speed, under ``workload="auto"``.

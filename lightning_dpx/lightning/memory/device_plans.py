@@ -167,6 +167,11 @@ class DevicePlans:
 
 
 def _tighter(module: nn.Module, decided: DeviceDecision, planner: Planner) -> DeviceDecision:
+    """The same decision, planned anew for a part of the peak that each device has by its plan now.
+
+    Raises:
+        BudgetError: nothing takes so little.
+    """
     steps = [step.profiles for step in decided.seen]
     now = [plan.peak or plan.unplanned_peak for plan in decided.plans]
     rooms = [int(peak * _TIGHTER) for peak in now]

@@ -292,7 +292,7 @@ class MemoryPlanning:
 
     @contextmanager
     def exchanged(self, replicas: ReplicaSet) -> Iterator[None]:
-        """Around what decides: no replica follows a plan meanwhile, and all follow what there is by then."""
+        """Takes all plans off the replicas for the time of the block; at its end those are on that there are then."""
         self._take_off(replicas)
         try:
             yield

@@ -46,13 +46,13 @@ from lightning_dpx.torch_compat import tree_leaves, tree_map, tree_map_only
 KINDS = (Metric, MetricCollection, MetricTracker)
 DEFERRED = ("update", "reset", "increment", "reset_all")  # they return nothing
 MOVES = ("to", "cuda", "cpu")  # they return the metric
+AT_ONCE = ("forward", "compute", "compute_all", "best_metric")  # they return a value
 _IN_WORDS = {
     MEAN: "their mean over the rows",
     SUM: "their sum",
     LARGEST: "the largest of them",
     SMALLEST: "the smallest of them",
 }
-AT_ONCE = ("forward", "compute", "compute_all", "best_metric")
 
 
 MetricStates = list[tuple[Any, dict[str, Any]]]  # metrics, each with what it holds
@@ -282,6 +282,11 @@ class ReplicaMetrics:
                     self._routes.set(metric, method, _Routed(metric, method, self._route))
 
     def _route(self, call: _Call) -> Any:
+        """A call of a metric's method: by itself, or within a step, where several replicas make it.
+
+        What returns nothing waits for the end of the step (``DEFERRED``, and ``MOVES``); what returns a value is called
+        at once, with what all replicas give (``AT_ONCE``).
+        """
         rank = current_rank()
         step = self._step
         if rank is None or step is None:

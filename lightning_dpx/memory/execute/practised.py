@@ -87,7 +87,7 @@ class Practised(Rematerialization):
 
     @contextmanager
     def active(self, inputs: Any = (), *, counts_waiting: bool = False) -> Iterator[None]:
-        """As it says there; larger inputs are followed as the first ones were."""
+        """See :meth:`Rematerialization.active`; a forward with larger inputs is followed call by call again."""
         if self.passes(inputs):
             yield
             return
@@ -98,7 +98,7 @@ class Practised(Rematerialization):
             yield
 
     def passes(self, inputs: Any) -> bool:
-        """As it says there; larger inputs are followed as the first ones were."""
+        """See :meth:`Rematerialization.passes`; a forward with larger inputs is followed call by call again."""
         if not self._has_nothing_to_do:
             return False
         self._look_for_larger(inputs)

@@ -88,7 +88,7 @@ class _Searched(NamedTuple):
     """What a search has found.
 
     Attributes:
-        shares: Of compiled parts, with which the step was searched; none where it saves all.
+        shares: By path of a compiled part, the fraction of its saved bytes that it keeps; empty where all is saved.
         problem: What was searched value by value.
         found: The best first: all that is within the budget, or what is nearest to it.
     """

@@ -8,10 +8,10 @@ to the node. It repeats the very operator on the very inputs, so the result is t
     def _gelu(node):
         return partial(F.gelu, approximate=node.approximate), [node.saved("self", edge=0)]
 
-``node.saved(name)`` is an input that the operator kept, ``node.edge(i)`` the i-th input along the graph,
-``node.operand(i)`` likewise, or what the call got in its place (see
-:mod:`lightning_dpx.memory.execute.untracked_inputs`), and any other attribute an argument that is no tensor. A recipe
-that cannot work for this call raises :class:`NotRecomputable`. Recipes of one's own are added by
+A node is seen as :class:`lightning_dpx.memory.execute.graph_tape.Node`. ``node.saved(name)`` is an input that the
+operator kept, ``node.edge(i)`` the i-th input along the graph, ``node.operand(i)`` likewise, or what the call got in
+its place (see :mod:`lightning_dpx.memory.execute.untracked_inputs`), and any other attribute an argument that is no
+tensor. A recipe that cannot work for this call raises :class:`NotRecomputable`. Recipes of one's own are added by
 :func:`register_recipe`.
 """
 
