@@ -86,7 +86,7 @@ class Slices:
         except UncuttableBatch as error:
             whole_batches.announce_batch(name, error.reason, error.advice, error.kind)
             return None
-        if whole_batches.refuse_sizes(name, [batch_slice.num_rows for batch_slice in slices]):
+        if whole_batches.stays_whole_at(name, [batch_slice.num_rows for batch_slice in slices]):
             return None
         if session.micro_batches is not None and name == "training_step":
             session.micro_batches.look_at_first(slices)

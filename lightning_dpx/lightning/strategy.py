@@ -15,7 +15,7 @@ from lightning_dpx.lightning.compiled_whole import CompiledWhole
 from lightning_dpx.lightning.hooks import HookedStrategy
 from lightning_dpx.lightning.lifecycle import Lifecycle
 from lightning_dpx.lightning.lightning_api import MODULE, Accelerator, CheckpointIO, ClusterEnvironment, Precision
-from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemory
+from lightning_dpx.lightning.memory.out_of_memory import OnOOM, OutOfMemoryRecovery
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.options import CommunicationDtype, StrategyOptions, Verify, Workload
 from lightning_dpx.lightning.processes.stop import CoordinatedStop, NoStop
@@ -171,7 +171,7 @@ class DPXStrategy(HookedStrategy):
             communication_hook=communication_hook,
         )
         self.planning: MemoryPlanning = MemoryPlanning(memory_budget, planner, plan, plan_cache)
-        self.out_of_memory: OutOfMemory = OutOfMemory(on_oom)
+        self.out_of_memory: OutOfMemoryRecovery = OutOfMemoryRecovery(on_oom)
         self.verification: Verification = Verification(self, verify, loss_reduction)
         self.ranks: Ranks = Ranks(self)
         self.lifecycle: Lifecycle = Lifecycle(self)

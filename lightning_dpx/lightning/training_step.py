@@ -142,7 +142,7 @@ class TrainingFlow:
             self.manual.gradients.leave()
         # By hand micro-batches are replicas of their own, and replicas were made for the other kind of step.
         if by_hand and session.replicas.cuts_slices:
-            session.replicas.partition.leave_slices(training=True)
+            session.replicas.partition.stop_cutting_slices(training=True)
             rank_zero_warn(
                 f"dpx: {NAME} has its slices in one piece from here on, not in micro-batches: it optimizes by hand "
                 "now, and did not when the run began. For micro-batches, begin with automatic_optimization = False."

@@ -95,7 +95,7 @@ class TwoPassSteps:
 
     def _leave(self, differing: Sequence[int]) -> None:
         """The step is another one when it runs again, so from here on it runs once, in one piece."""
-        self._session.replicas.partition.leave_slices(training=True)
+        self._session.replicas.partition.stop_cutting_slices(training=True)
         rank_zero_warn(
             f"dpx: the second forward of micro-batch {', '.join(map(str, sorted(differing)))} gave other outputs than "
             "the first, so the gradients of this step are those of other outputs than its loss. training_step depends "

@@ -72,11 +72,11 @@ class WholeBatches:
         self._next_whole.discard(stage)
         return is_whole
 
-    def keep_unequal(self, stage: str) -> None:
+    def keep_whole_if_unequal(self, stage: str) -> None:
         """From now on a batch of which ``stage`` would get slices of different sizes stays whole."""
         self._keeps_unequal.add(stage)
 
-    def keep_small(self, stage: str, rows: int, reason: str) -> None:
+    def keep_whole_if_small(self, stage: str, rows: int, reason: str) -> None:
         """From now on a batch of which a slice of ``stage`` would get ``rows`` or fewer stays whole.
 
         Args:
@@ -86,7 +86,7 @@ class WholeBatches:
         """
         self._small[stage] = rows, reason
 
-    def refuse_sizes(self, stage: str, sizes: Sequence[int]) -> bool:
+    def stays_whole_at(self, stage: str, sizes: Sequence[int]) -> bool:
         """Whether a batch stays whole, which would be cut into slices of these sizes; announced."""
         if stage in self._small and len(sizes) > 1 and min(sizes) <= self._small[stage][0]:
             too_few, reason = self._small[stage]

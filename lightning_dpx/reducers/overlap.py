@@ -20,7 +20,7 @@ class OverlappedReduction:
 
     Args:
         columns: K x N parameters, one list per replica.
-        num_splits: Buckets; see :func:`split_at_boundaries`.
+        num_buckets: Buckets; see :func:`split_at_boundaries`.
         reduce: Reduces the parameters with these indices; called from whichever thread completes a bucket.
         names: Of the parameters, for errors.
     """
@@ -28,7 +28,7 @@ class OverlappedReduction:
     def __init__(
         self,
         columns: Sequence[Sequence[nn.Parameter]],
-        num_splits: int,
+        num_buckets: int,
         reduce: Callable[[list[int]], None],
         names: Sequence[str],
     ) -> None:
@@ -37,14 +37,14 @@ class OverlappedReduction:
         self._names = names
         # Autograd's threads of several devices count at the same time.
         self._lock = threading.Lock()
-        splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_splits)
-        self._split_of: dict[int, int] = {}
+        splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_buckets)
+        self._bucket_of: dict[int, int] = {}
         for number, split in enumerate(splits):
-            self._split_of.update(dict.fromkeys(split, number))
+            self._bucket_of.update(dict.fromkeys(split, number))
         self._handles: list[RemovableHandle] = []
         # Nothing is known before the first backward, so nothing is expected: it is reduced at its end as a whole.
         self._expected: set[int] = set()
-        self._members: list[list[int]] = [list(split) for split in splits]
+        self._buckets: list[list[int]] = [list(split) for split in splits]
         self._unfilled = [0] * len(splits)  # by bucket, expected gradients that have not come yet
         self._num_gradients = self._none_yet()
         self._is_active = [False] * len(columns)
@@ -58,7 +58,7 @@ class OverlappedReduction:
     @property
     def buckets(self) -> list[list[int]]:
         """The parameters of every bucket, as indices, in the order in which backward finishes them."""
-        return self._members
+        return self._buckets
 
     @property
     def done(self) -> frozenset[int]:
@@ -80,7 +80,7 @@ class OverlappedReduction:
         self._num_gradients = self._none_yet()
         self._is_active = [replica in active and not waits_for_last for replica in range(len(self._columns))]
         # Only what is expected is waited for: unused parameters would keep a bucket for ever.
-        self._unfilled = [len(active) * len(self._expected.intersection(split)) for split in self._members]
+        self._unfilled = [len(active) * len(self._expected.intersection(split)) for split in self._buckets]
         self._during_backward = True
         try:
             yield
@@ -135,12 +135,12 @@ class OverlappedReduction:
             # Only expected first gradients fill a bucket; the rest waits for the end of backward.
             if counts[index] > 1 or index not in self._expected or not self._is_active[replica]:
                 return
-            number = self._split_of[index]
+            number = self._bucket_of[index]
             self._unfilled[number] -= 1
             if self._unfilled[number]:
                 return
             # The others of the bucket are reduced after the backward.
-            ready = [member for member in self._members[number] if member in self._expected]
+            ready = [member for member in self._buckets[number] if member in self._expected]
             self._done.update(ready)
         # Outside of the lock: a reduction may wait for a device, and other replicas go on filling other buckets.
         self._reduce(ready)

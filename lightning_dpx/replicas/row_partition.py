@@ -62,9 +62,9 @@ class RowPartition:
         self._sizes: dict[tuple[int, int, int, bool, tuple[int, ...], tuple[float, ...]], tuple[int, ...]] = {}
         numbers = parse_micro_batches(micro_batches, len(devices))
         self._numbers = {True: numbers, False: numbers}  # of steps for training, and of others
-        self._make_room()
+        self._lay_out_replicas()
 
-    def _make_room(self) -> None:
+    def _lay_out_replicas(self) -> None:
         """Lays out as many replicas on each device as any step needs."""
         self.micro_batches: tuple[int, ...] = tuple(map(max, self._numbers[True], self._numbers[False]))
         self.has_micro_batches: bool = max(self.micro_batches) > 1
@@ -76,9 +76,9 @@ class RowPartition:
     def cut_slices(self, micro_batches: MicroBatches, *, training: bool) -> None:
         """Steps in this mode have their slices cut into so many micro-batches; those in the other are as they were."""
         self._numbers[training] = parse_micro_batches(micro_batches, len(self.devices))
-        self._make_room()
+        self._lay_out_replicas()
 
-    def leave_slices(self, *, training: bool) -> None:
+    def stop_cutting_slices(self, *, training: bool) -> None:
         """From now on slices are not cut into micro-batches in this mode: each is run by the first of its device."""
         self._numbers[training] = self._ones
         # What is remembered is of the micro-batches that there were.

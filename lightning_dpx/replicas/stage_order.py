@@ -59,7 +59,7 @@ class StageOrder:
         self.traits.met.add(training)
         # In line a replica that waits lets the next one run, in the same thread.
         if self._lanes.in_threads and self._partition.cuts_slices(training=training):
-            self._partition.leave_slices(training=training)
+            self._partition.stop_cutting_slices(training=training)
             warnings.warn(
                 f"dpx: micro-batches have waited for each other in the {stage} (a collective, or a metric that is "
                 "called as a function or computed there), which they cannot do on several devices: slices are run in "

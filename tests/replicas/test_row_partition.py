@@ -31,7 +31,7 @@ def test_slices_are_cut_into_micro_batches_in_training_alone_once_a_plan_has_cho
     assert partition.sizes(8, training=True) == (2, 2, 2, 2)
     assert partition.sizes(8, training=False) == (6, 0, 0, 2)
     assert partition.by_device((2, 2, 2, 2)) == (6, 2)
-    partition.leave_slices(training=True)
+    partition.stop_cutting_slices(training=True)
     assert partition.sizes(8, training=True) == (6, 0, 0, 2)
 
 

@@ -207,7 +207,7 @@ class ActivationPlanner(Callback):
             self._unplanned_steps = UnplannedSteps()
         if self._without_loss.skips_profile:
             return False
-        return not self._shapes.hold(batch) or self._unplanned_steps.expected
+        return not self._shapes.covers(batch) or self._unplanned_steps.expected
 
     def _make_plan(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         applied = applied_plan(module)
@@ -239,13 +239,13 @@ class ActivationPlanner(Callback):
         is_sharded = bool(sharded_units(module))
         # It looks like the known ones and is not: the cache would find the known step by its shapes.
         # Batches differ in shape between processes, and all ask the cache or none does.
-        anew = self._shapes.hold(batch) and self._unplanned_steps.expected
+        anew = self._shapes.covers(batch) and self._unplanned_steps.expected
         if trainer.strategy.reduce_boolean_decision(anew, all=False):
             profile = self._profiled(trainer, module, batch, batch_idx)
         else:
             profile = self._found_or_profiled(trainer, module, batch, batch_idx)
         seen = SeenStep((profile,), (1,))
-        is_new = not self._shapes.hold(batch) or self._unplanned_steps.found_in([seen])
+        is_new = not self._shapes.covers(batch) or self._unplanned_steps.found_in([seen])
         # Likewise, where all follow the plan of the first.
         if is_sharded:
             is_new = trainer.strategy.reduce_boolean_decision(is_new, all=False)
@@ -258,7 +258,7 @@ class ActivationPlanner(Callback):
             plan = self._planned(module, profile, now)
         self._trained.are_planned_for()
         self._unplanned_steps.plan_for([seen])
-        if not self._shapes.hold(batch):
+        if not self._shapes.covers(batch):
             self._shapes.add(batch)
         rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
 

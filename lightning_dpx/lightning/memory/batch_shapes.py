@@ -69,7 +69,7 @@ class KnownShapes:
     def __init__(self) -> None:
         self._largest: list[Shapes] = []
 
-    def hold(self, batch: Any) -> bool:
+    def covers(self, batch: Any) -> bool:
         """Whether no tensor of ``batch`` is larger in any dim than that of one known batch."""
         shapes = shapes_of(batch)
         return any(_within(shapes, known) for known in self._largest)
@@ -88,9 +88,9 @@ def _within(shapes: Shapes, largest: Shapes) -> bool:
     )
 
 
-def most_demanding(steps: Sequence[T], demand: Callable[[T], float]) -> list[T]:
+def most_demanding(steps: Sequence[T], pressure: Callable[[T], float]) -> list[T]:
     """As many of ``steps`` as are remembered: the last one, and those of the others that demand most."""
     if len(steps) <= MOST_STEPS:
         return list(steps)
-    kept = sorted(range(len(steps) - 1), key=lambda index: -demand(steps[index]))[: MOST_STEPS - 1]
+    kept = sorted(range(len(steps) - 1), key=lambda index: -pressure(steps[index]))[: MOST_STEPS - 1]
     return [*(steps[index] for index in sorted(kept)), steps[-1]]

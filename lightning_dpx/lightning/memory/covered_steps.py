@@ -23,7 +23,7 @@ class CoveredSteps:
 
     def has_slices(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether plans were made for slices that are at least as large in every dim."""
-        return all(self._shapes.hold(batch_slice.batch) for batch_slice in slices)
+        return all(self._shapes.covers(batch_slice.batch) for batch_slice in slices)
 
     @property
     def expects_others(self) -> bool:

@@ -89,7 +89,7 @@ class EvaluationCuts:
         session = self._session
         known = self._known[name, loader_index(args)]
         # By loader: the batches of one may fit where those of another do not.
-        if known.hold(args[0]) or self._stays_whole(name):
+        if known.covers(args[0]) or self._stays_whole(name):
             return False
         try:
             num_rows = session.replicas.slicer.read(args[0]).num_rows
@@ -230,7 +230,7 @@ class EvaluationCuts:
         )
         self._why_cut = ""
         session = self._session
-        session.replicas.partition.leave_slices(training=False)
+        session.replicas.partition.stop_cutting_slices(training=False)
         session.verification.reopen(name)
         return True
 

@@ -22,7 +22,7 @@ MEETS_OTHERS = (
 T = TypeVar("T")
 
 
-class OutOfMemory:
+class OutOfMemoryRecovery:
     """Repeats steps that ran out of memory, with a tighter plan and the same random numbers.
 
     Args:
@@ -32,7 +32,7 @@ class OutOfMemory:
     def __init__(self, on_oom: OnOOM) -> None:
         self.repeats_steps: bool = on_oom == "replan"
         self._states: GeneratorStates | None = None
-        self._left = 0
+        self._repeats_left = 0
         self._ranks: Ranks | None = None
         self._num_meetings = 0  # before the step
 
@@ -42,7 +42,7 @@ class OutOfMemory:
         # nothing would come back for.
         if self.repeats_steps:
             self._states = GeneratorStates(replicas.devices, generators=replicas.traits.draws.generators)
-            self._left = MOST_REPEATS
+            self._repeats_left = MOST_REPEATS
             self._ranks = ranks
             self._num_meetings = ranks.num_meetings
 
@@ -68,7 +68,9 @@ class OutOfMemory:
                 raise
             except torch.OutOfMemoryError as error:
                 states = self._states
-                if states is None or repeat is None or self._left == 0:  # without states no step is repeated at all
+                if (
+                    states is None or repeat is None or self._repeats_left == 0
+                ):  # without states no step is repeated at all
                     raise
                 if self._ranks is not None and self._ranks.num_meetings > self._num_meetings:
                     error.add_note(MEETS_OTHERS)
@@ -79,10 +81,10 @@ class OutOfMemory:
                 what = str(error).splitlines()[0]
             # Graphs and modules are in reference cycles, and what they hold is needed now.
             free_garbage()
-            self._left -= 1
+            self._repeats_left -= 1
             plan = tighten()
             rank_zero_warn(
-                f"dpx: a step ran out of memory ({what}) and is repeated, {MOST_REPEATS - self._left} of "
+                f"dpx: a step ran out of memory ({what}) and is repeated, {MOST_REPEATS - self._repeats_left} of "
                 f"{MOST_REPEATS} times at the most: {plan}"
             )
             # The repetition draws what the failed step drew, whatever was drawn since.

@@ -9,7 +9,7 @@ from lightning_dpx.lightning.memory.first_step_shifts import FirstStepShifts
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.look_room import LookRoom
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
-from lightning_dpx.lightning.memory.out_of_memory import OutOfMemory
+from lightning_dpx.lightning.memory.out_of_memory import OutOfMemoryRecovery
 from lightning_dpx.lightning.memory.plan_tightening import PlanTightening
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.shadow_run import StepInput
@@ -40,7 +40,7 @@ class PlannedStepMemory(StepMemory):
         self,
         session: "Session",
         planning: MemoryPlanning,
-        out_of_memory: OutOfMemory,
+        out_of_memory: OutOfMemoryRecovery,
         hooks_mode: BetweenSteps | None,
     ) -> None:
         self._session = session

@@ -150,7 +150,7 @@ class MemoryPlanning:
             PlanError: a budget cannot be met; the plans of before hold.
         """
         trainer = trainer_of(step.replicas.root.module)
-        with self.exchanged(step.replicas):
+        with self.plans_taken_off(step.replicas):
             try:
                 # The progress bar is the Trainer's to allow: planning a large step
                 # takes long enough to need one.
@@ -291,7 +291,7 @@ class MemoryPlanning:
                 )
 
     @contextmanager
-    def exchanged(self, replicas: ReplicaSet) -> Iterator[None]:
+    def plans_taken_off(self, replicas: ReplicaSet) -> Iterator[None]:
         """Takes all plans off the replicas for the time of the block; at its end those are on that there are then."""
         self._take_off(replicas)
         try:
@@ -324,7 +324,7 @@ class MemoryPlanning:
             # The replicas keep their plans if nothing takes less.
             self.devices.tighten(step.replicas.root.module, self.planner)
             self.joint_calls.plan_for(self.devices.decided)
-            with self.exchanged(step.replicas):
+            with self.plans_taken_off(step.replicas):
                 pass
 
     def advice(self) -> str:

@@ -12,7 +12,7 @@ from lightning_dpx.lightning.memory.batch_shapes import most_demanding
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache
-from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows, SeenStep, demand
+from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows, SeenStep, pressure
 from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, describe_cut, format_plan, in_micro_batches
@@ -73,7 +73,7 @@ def plans_of_device(
     held = [limit - room for limit, room in zip(limits, free, strict=True)]
     # Every plan is forecast for all of these, so planning would take longer
     # with each new shape of batch.
-    steps = most_demanding(steps, partial(demand, free=free))
+    steps = most_demanding(steps, partial(pressure, free=free))
     shares = []
     for step in steps:
         # All replicas of a device have run forward before the first backward, so their

@@ -192,7 +192,7 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
     return alike[batch_slice.num_rows]
 
 
-def demand(step: SeenStep, free: Sequence[int]) -> float:
+def pressure(step: SeenStep, free: Sequence[int]) -> float:
     """Bytes of activations without a plan over those that are free, on the device where that is most."""
     needed = zip(step.profiles, step.sharing, free, strict=True)
     return max(profile.peak * sharing / room for profile, sharing, room in needed)

@@ -84,7 +84,7 @@ class RoomCheck:
     def _plan_for_less(self, slices: Sequence[BatchSlice], held: StaticMemory, lacking: Sequence[torch.device]) -> None:
         planning = self._planning
         replicas = self._session.replicas
-        with planning.exchanged(replicas):
+        with planning.plans_taken_off(replicas):
             try:
                 planning.plan(replicas, slices, held, {}, "; made anew, as less room is left than was planned for")
             except BudgetError as error:

@@ -118,7 +118,7 @@ class StepPlanner:
         seen = planning.joint_calls.to_plan(replicas, slices, planning.rooms.option())
         if not seen:
             return
-        with planning.exchanged(replicas):
+        with planning.plans_taken_off(replicas):
             try:
                 planning.plan(replicas, slices, self._static.of(slices), seen)
             except BudgetError as error:

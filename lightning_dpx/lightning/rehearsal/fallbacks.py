@@ -50,7 +50,7 @@ class Fallbacks:
         replicas = self._strategy.session.replicas
         if not replicas.cuts_slices or len(replicas.devices) == 1:
             return None
-        replicas.partition.leave_slices(training=call.name == "training_step")
+        replicas.partition.stop_cutting_slices(training=call.name == "training_step")
         self._verdicts.say(f"dpx: {call.name} has its slices in one piece, not in micro-batches: {failure.reason}")
         sizes = replicas.sizes(call.num_rows)
         active = tuple(index for index, size in enumerate(sizes) if size)

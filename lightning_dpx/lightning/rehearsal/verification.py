@@ -283,7 +283,7 @@ class Verification:
         key = call.key
         # Remembered by the stage: a batch that does not divide evenly has its step on one device.
         if rehearsal.needs_equal_slices:
-            strategy.session.whole_batches.keep_unequal(call.name)
+            strategy.session.whole_batches.keep_whole_if_unequal(call.name)
         if rehearsal.least_rows:
             self._least_rows[key] = rehearsal.least_rows
         num_repeats = self._again[key] if self._again[key] == _AT_MOST else None
@@ -401,7 +401,7 @@ class Verification:
             with self._rehearsal(call, self._loss_reduction) as rehearsal:
                 rehearsal.check_real_slices()
         except SlicesFail as failure:
-            self._strategy.session.whole_batches.keep_small(call.name, rows, failure.reason)
+            self._strategy.session.whole_batches.keep_whole_if_small(call.name, rows, failure.reason)
             return True
         except (NotRehearsed, PartsAppear):
             return False  # whatever it is, the step itself meets it

@@ -206,7 +206,7 @@ class SelectiveReplay:
         del self._wanted[key]
 
     @contextmanager
-    def told(self, tell: Callable[[OutputKey, torch.Tensor], None]) -> Iterator[None]:
+    def outputs_reported(self, tell: Callable[[OutputKey, torch.Tensor], None]) -> Iterator[None]:
         """Calls in here keep nothing: ``tell`` gets what is wanted, when it is made."""
         self._tell = tell
         try:

@@ -12,11 +12,11 @@ from lightning_dpx.units import format_bytes, format_least
 
 if TYPE_CHECKING:
     from lightning_dpx.memory.plan.problem import Problem
-    from lightning_dpx.memory.plan.replay_search import Mixed
+    from lightning_dpx.memory.plan.replay_search import ReplayChoice
 
 
 def budget_error(
-    profile: Profile, budget: int, smallest: "Mixed", surely: int, planner: str, reached: int = 0
+    profile: Profile, budget: int, smallest: "ReplayChoice", surely: int, planner: str, reached: int = 0
 ) -> BudgetError:
     """The error of a budget that is not met.
 
@@ -58,7 +58,7 @@ def surely_needed(problems: Sequence["Problem"]) -> int:
     return min(least_bytes(problem.relaxation) for problem in problems)
 
 
-def _costliest_moment(found: "Mixed") -> str:
+def _costliest_moment(found: "ReplayChoice") -> str:
     """A sentence on where the step needs most: the operator, its module, and what passes there; empty if unknown."""
     profile = found.problem.profile
     curve = found.problem.timeline(found.choice)

@@ -13,7 +13,7 @@ from lightning_dpx.memory.plan.offload import ways_to_offload
 from lightning_dpx.memory.plan.plan import MemoryPlan, Model, fingerprint_of
 from lightning_dpx.memory.plan.planners.auto import AutoPlanner, SmallestPlanner
 from lightning_dpx.memory.plan.problem import PLANNERS, Choice, Planner, Problem
-from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
+from lightning_dpx.memory.plan.replay_search import ReplayChoice, with_replays
 from lightning_dpx.memory.plan.solvers.bounds import least_bytes
 from lightning_dpx.memory.plan.solvers.repair import HASTENING, fill, hasten
 from lightning_dpx.memory.profile.data import PREFETCH_DEPTH, Profile
@@ -84,7 +84,7 @@ def plan_candidates(
     return plans
 
 
-class _Searched(NamedTuple):
+class _SearchResult(NamedTuple):
     """What a search has found.
 
     Attributes:
@@ -95,15 +95,15 @@ class _Searched(NamedTuple):
 
     shares: Mapping[str, float]
     problem: Problem
-    found: list[Mixed]
+    found: list[ReplayChoice]
 
 
-def _nothing_dropped(profile: Profile) -> _Searched:
+def _nothing_dropped(profile: Profile) -> _SearchResult:
     problem = Problem(profile)
-    return _Searched({}, problem, [Mixed(frozenset(), problem, Choice())])
+    return _SearchResult({}, problem, [ReplayChoice(frozenset(), problem, Choice())])
 
 
-def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
+def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planner) -> _SearchResult:
     """What was found for the step with shares of compiled parts, or without where the step is better so.
 
     Raises:
@@ -112,7 +112,7 @@ def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planne
     shares = shares_for(profile, budget) if chosen.replays else {}
     if not shares:
         return _search_values_and_calls(profile, budget, chosen)
-    tried: list[_Searched] = []
+    tried: list[_SearchResult] = []
     smallest: list[int] = []
     for some, step in ((shares, with_shares(profile, shares)), ({}, profile)):
         fits = budget is not None and step.peak <= budget
@@ -132,7 +132,7 @@ def _with_or_without_shares(profile: Profile, budget: int | None, chosen: Planne
     return min(tried, key=lambda searched: searched.found[0].forecast.rank(budget))
 
 
-def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Planner) -> _Searched:
+def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Planner) -> _SearchResult:
     """Searches values, and calls to replay beside them.
 
     Raises:
@@ -146,7 +146,7 @@ def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Plann
         original, choice = problems[0], Choice()  # calls that are replayed may reach it
     else:
         original, choice = _choose_offloading(problems, budget, chosen)
-    found = [Mixed(frozenset(), original, choice)]
+    found = [ReplayChoice(frozenset(), original, choice)]
     if chosen.replays:
         # Calls are replayed in the step with the way to offload that won: these decisions go
         # together.
@@ -158,17 +158,17 @@ def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Plann
             raise budget_error(profile, budget, smallest, surely, chosen.name, found[0].peak)
         # That search leads by other ways, and so may end within a budget that was missed.
         found = [_filled_up(smallest, budget)]
-    return _Searched({}, original, found)
+    return _SearchResult({}, original, found)
 
 
-def _filled_up(found: Mixed, budget: int) -> Mixed:
+def _filled_up(found: ReplayChoice, budget: int) -> ReplayChoice:
     """The same replays, with as much kept beside them as the budget allows."""
     problem = found.problem
     filled = fill(problem, found.choice, budget)
     return found._replace(choice=hasten(problem, filled, budget, problem.work + HASTENING))
 
 
-def _of_other_sorts(found: Sequence[Mixed], budget: int) -> list[Mixed]:
+def _of_other_sorts(found: Sequence[ReplayChoice], budget: int) -> list[ReplayChoice]:
     """Behind the best: the best of those that replay calls, or no call, or nothing else, where these are near."""
     seen = {_sort_of(found[0])}
     near = []
@@ -179,13 +179,13 @@ def _of_other_sorts(found: Sequence[Mixed], budget: int) -> list[Mixed]:
     return near
 
 
-def _sort_of(mixed: Mixed) -> tuple[bool, bool]:
+def _sort_of(mixed: ReplayChoice) -> tuple[bool, bool]:
     """Whether calls are replayed, and whether values are dropped."""
     return bool(mixed.names), bool(mixed.choice.dropped)
 
 
 def _plan_of(
-    module: Model, profile: Profile, budget: int | None, chosen: Planner, found: Mixed, bound: float | None
+    module: Model, profile: Profile, budget: int | None, chosen: Planner, found: ReplayChoice, bound: float | None
 ) -> MemoryPlan:
     """What was found, as a plan with names instead of numbers."""
     found = _with_most_overlap(found, budget)
@@ -218,11 +218,11 @@ def _in_reach_by_value(problems: Sequence[Problem], budget: int) -> bool:
     return any(least_bytes(problem.relaxation, with_calls=False) <= budget for problem in problems)
 
 
-def _smallest_plan(problems: Sequence[Problem]) -> Mixed:
+def _smallest_plan(problems: Sequence[Problem]) -> ReplayChoice:
     """What takes least of all that is known; nothing is done about its time."""
     planner = SmallestPlanner()
     problem, choice = _choose_offloading(problems, None, planner)
-    return with_replays(problem.profile, Mixed(frozenset(), problem, choice), None, planner.choose)[0]
+    return with_replays(problem.profile, ReplayChoice(frozenset(), problem, choice), None, planner.choose)[0]
 
 
 def _choose_offloading(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
@@ -241,7 +241,7 @@ def _is_good(problem: Problem, choice: Choice, budget: int) -> bool:
     return problem.forecast(choice).peak <= budget and not problem.is_nested(choice)
 
 
-def _with_most_overlap(found: Mixed, budget: int | None) -> Mixed:
+def _with_most_overlap(found: ReplayChoice, budget: int | None) -> ReplayChoice:
     """The choice with as many copies beside the computation as there is room for."""
     problem = found.problem
     choice = found.choice

@@ -22,7 +22,7 @@ _WITHIN_REACH = 1.5  # times the budget
 _MOST_MISSES = 8  # calls in a row that cannot be left alone
 
 
-class Mixed(NamedTuple):
+class ReplayChoice(NamedTuple):
     """A choice of calls to replay and values to drop.
 
     Attributes:
@@ -52,7 +52,7 @@ class Mixed(NamedTuple):
         return with_overheads(self.problem.profile, self.problem.forecast(self.choice), dropped)
 
 
-def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Choose) -> list[Mixed]:
+def with_replays(profile: Profile, plain: ReplayChoice, budget: int | None, choose: Choose) -> list[ReplayChoice]:
     """What is found with some calls replayed, and ``plain``, which replays none; the best one first.
 
     Args:
@@ -100,8 +100,8 @@ def with_replays(profile: Profile, plain: Mixed, budget: int | None, choose: Cho
     return sorted(found, key=lambda mixed: mixed.forecast.rank(budget))
 
 
-def _mixed(step: ReplayableStep, names: frozenset[str]) -> Mixed:
-    return Mixed(names, Problem(step.replayed(names)), Choice())
+def _mixed(step: ReplayableStep, names: frozenset[str]) -> ReplayChoice:
+    return ReplayChoice(names, Problem(step.replayed(names)), Choice())
 
 
 def _groups(profile: Profile) -> list[frozenset[str]]:
@@ -120,7 +120,7 @@ def _in_order(profile: Profile, names: frozenset[str]) -> list[str]:
     return [call.name for call in profile.calls if call.name in names]
 
 
-def _with_fewer(step: ReplayableStep, mixed: Mixed, budget: int) -> Mixed:
+def _with_fewer(step: ReplayableStep, mixed: ReplayChoice, budget: int) -> ReplayChoice:
     """Leaves calls alone while the budget allows it, the last first: backward comes back to them soonest.
 
     In handfuls, halved when one is too much: a step with fewer calls takes time in the size of the whole step.

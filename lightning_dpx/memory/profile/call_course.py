@@ -47,7 +47,7 @@ def course_of(call: Value, trace: MemoryTrace) -> CallCourse:
         if span is not None:  # what was there before the call takes no memory of its own
             spans[key] = span
 
-    with trace, call.make.told(note):
+    with trace, call.make.outputs_reported(note):
         repeat(call)
     if trace.communicates:
         raise NotRecomputable(f"{call.operator} talks to other processes")

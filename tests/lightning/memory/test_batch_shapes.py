@@ -183,18 +183,18 @@ def test_as_few_as_possible_follows_the_largest(caplog: Any) -> None:
 
 def test_what_is_within_a_known_shape_is_known() -> None:
     known = KnownShapes()
-    assert not known.hold(batch(2, 8))
+    assert not known.covers(batch(2, 8))
     known.add(batch(2, 8))
-    assert known.hold(batch(2, 8))
-    assert known.hold(batch(1, 4))
-    assert not known.hold(batch(8, 2)), "larger in one dim is larger, with as many elements in all"
+    assert known.covers(batch(2, 8))
+    assert known.covers(batch(1, 4))
+    assert not known.covers(batch(8, 2)), "larger in one dim is larger, with as many elements in all"
     known.add(batch(8, 2))
-    assert known.hold(batch(2, 8))
-    assert known.hold(batch(6, 1))
-    assert not known.hold(batch(3, 3))
-    assert not known.hold(batch(1, 1)[0]), "another number of tensors"
+    assert known.covers(batch(2, 8))
+    assert known.covers(batch(6, 1))
+    assert not known.covers(batch(3, 3))
+    assert not known.covers(batch(1, 1)[0]), "another number of tensors"
     known.add(batch(9, 9))
-    assert known.hold(batch(8, 2))
+    assert known.covers(batch(8, 2))
 
 
 def test_few_steps_are_remembered_the_demanding_ones() -> None:
@@ -262,9 +262,9 @@ def jagged(*lengths: int) -> torch.Tensor:
 def test_tensors_in_batches_of_any_kind_have_shapes(of_length: Callable[[int], Any]) -> None:
     known = KnownShapes()
     known.add(of_length(4))
-    assert known.hold(of_length(4))
-    assert known.hold(of_length(3))
-    assert not known.hold(of_length(5))
+    assert known.covers(of_length(4))
+    assert known.covers(of_length(3))
+    assert not known.covers(of_length(5))
 
 
 def test_tensors_in_batches_of_any_kind_have_bytes() -> None:

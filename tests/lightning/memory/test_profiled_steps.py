@@ -3,15 +3,15 @@
 import torch
 from torch import nn
 
-from lightning_dpx.lightning.memory.profiled_steps import SeenStep, by_device, demand
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep, by_device, pressure
 from lightning_dpx.replicas import BatchSlice, Replica
 from tests.memory.made_up import SIZE, chain
 
 
 def test_the_demand_is_that_of_the_fullest_device() -> None:
     step = SeenStep((chain(2), chain(6)), (1, 2))
-    assert demand(step, [SIZE, 6 * SIZE]) == 2.0
-    assert demand(step, [4 * SIZE, 6 * SIZE]) == 2.0
+    assert pressure(step, [SIZE, 6 * SIZE]) == 2.0
+    assert pressure(step, [4 * SIZE, 6 * SIZE]) == 2.0
 
 
 def test_every_device_has_the_slices_of_its_replicas_the_largest_first() -> None:

@@ -5,12 +5,12 @@ from dataclasses import replace
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.memory.plan.budget_error import budget_error, surely_needed
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from lightning_dpx.memory.plan.replay_search import Mixed
+from lightning_dpx.memory.plan.replay_search import ReplayChoice
 from tests.memory.made_up import SIZE, chain
 
 
 def error_for(problem: Problem, budget: int, reached: int = 0) -> BudgetError:
-    smallest = Mixed(frozenset(), problem, Choice(frozenset(problem.droppable)))
+    smallest = ReplayChoice(frozenset(), problem, Choice(frozenset(problem.droppable)))
     return budget_error(problem.profile, budget, smallest, surely_needed([problem]), "search", reached)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.plan.planners.auto import SmallestPlanner
 from lightning_dpx.memory.plan.problem import Choice, Problem
-from lightning_dpx.memory.plan.replay_search import Mixed, with_replays
+from lightning_dpx.memory.plan.replay_search import ReplayChoice, with_replays
 from lightning_dpx.memory.plan.replayed_steps import ReplayableStep
 
 
@@ -28,6 +28,6 @@ def test_the_least_bytes_may_be_those_with_the_last_call_left_to_values() -> Non
     by_hand = problem.forecast(choose(problem, None))
     all_replayed = Problem(step.replayed(frozenset({"0", "1", "2"}))).forecast(Choice())
     assert by_hand.peak < all_replayed.peak
-    plain = Mixed(frozenset(), Problem(profile), Choice())
+    plain = ReplayChoice(frozenset(), Problem(profile), Choice())
     found = with_replays(profile, plain, None, choose)
     assert found[0].peak <= by_hand.peak
