@@ -131,7 +131,7 @@ class GradientSums:
 
     # ---- of one step ----
 
-    def travelling(
+    def traveling(
         self, slices: Sequence[BatchSlice], early: EarlyBackward | None = None
     ) -> AbstractContextManager[Any]:
         """For backwards in which gradients travel as soon as all devices have them.

@@ -124,7 +124,7 @@ class TrainingStep:
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travels = not early.stash_gradients(zeroed, shown=shown) and last
         self._backward = WithEachForward(early, self.sums)
-        with self.sums.travelling(slices if travels else (), early):
+        with self.sums.traveling(slices if travels else (), early):
             outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
         # Before Lightning calls zero_grad, which comes between training_step and backward.
         early.take()

@@ -102,7 +102,7 @@ class AfterAllForwards(StepBackward):
         """See :class:`StepBackward`."""
         slices = [waiting.batch_slice for waiting in pending]
         # While gradients accumulate they stay with the replicas, and travel once for all batches.
-        with self._sums.travelling(slices if last else ()):
+        with self._sums.traveling(slices if last else ()):
             # By the id of a leaf, which ``pending`` holds as long as this is used.
             weighted: dict[tuple[int, float], torch.Tensor] = {}
             roots = [waiting.roots(weighted) for waiting in pending]

@@ -27,8 +27,8 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
 
 
 def test_arguments_that_no_command_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--colour"]) == 1
-    assert "unrecognized arguments: --colour" in capsys.readouterr().err
+    assert main(["doctor", "--color"]) == 1
+    assert "unrecognized arguments: --color" in capsys.readouterr().err
 
 
 def test_an_error_of_this_package_is_a_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:

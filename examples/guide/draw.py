@@ -29,8 +29,8 @@ def one_process() -> Figure:
     axes.set_axis_off()
     axes.set(xlim=(0, 10), ylim=(0, 4))
 
-    def box(x: float, y: float, text: str, colour: str, width: float = 1.7) -> None:
-        style = {"boxstyle": "round,pad=0.35", "facecolor": colour, "edgecolor": "#555"}
+    def box(x: float, y: float, text: str, color: str, width: float = 1.7) -> None:
+        style = {"boxstyle": "round,pad=0.35", "facecolor": color, "edgecolor": "#555"}
         axes.text(x + width / 2, y, text, ha="center", va="center", fontsize=9, bbox=style)
 
     def arrow(start: tuple[float, float], end: tuple[float, float]) -> None:

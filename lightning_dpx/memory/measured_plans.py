@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dpx.devices import canonical_device, is_host
 from lightning_dpx.memory.execute.module_calls import compiled_parts
-from lightning_dpx.memory.execute.practised import Practised
+from lightning_dpx.memory.execute.routine_hooks import RoutineHooks
 from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.plan.plan import MemoryPlan
 from lightning_dpx.memory.plan_hooks import hooks_for_values
@@ -47,7 +47,7 @@ class _PlanAtWork:
 
     def __init__(self, module: nn.Module, plan: MemoryPlan) -> None:
         values = hooks_for_values(module, plan, watches=False) if plan.dropped else None
-        assert values is None or isinstance(values, Practised), "no part is compiled"
+        assert values is None or isinstance(values, RoutineHooks), "no part is compiled"
         self._values = values
         self._replays = Replays(module, plan.replayed) if plan.replayed else None
 

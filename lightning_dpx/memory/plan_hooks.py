@@ -3,7 +3,7 @@
 from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames, opened_by
-from lightning_dpx.memory.execute.practised import Practised
+from lightning_dpx.memory.execute.routine_hooks import RoutineHooks
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
 from lightning_dpx.memory.execute.similar_values import KnownDecision, Room, SimilarValues
 from lightning_dpx.memory.plan.plan import MemoryPlan
@@ -54,4 +54,4 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool, told
     if names.runs_code:
         return Rematerialization(names, actions, similar)
     trusted = {decision.operator for decision in plan.decisions if decision.name in dropped}
-    return Practised(names, trusted, actions, similar, watched=_WATCHED if watches else 1)
+    return RoutineHooks(names, trusted, actions, similar, watched=_WATCHED if watches else 1)

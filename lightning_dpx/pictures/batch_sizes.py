@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLORS, LIMIT, PLANNED, new_figure, plain_axes
 from lightning_dpx.units import MIB
 
 _WHOLE = 10  # samples per second, from which on an axis needs no fractions
@@ -41,12 +41,12 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
     """
     figure = new_figure(7, 5.6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    colours = [PLANNED, *KIND_COLOURS.values()]
+    colors = [PLANNED, *KIND_COLORS.values()]
     names = list(dict.fromkeys(point.series for point in points))
     for number, name in enumerate(names):
-        colour = colours[number % len(colours)]
+        color = colors[number % len(colors)]
         series = [point for point in points if point.series == name]
-        _draw_series(plain_axes(above), plain_axes(below), series, colour, name)
+        _draw_series(plain_axes(above), plain_axes(below), series, color, name)
     _mark_best(above, points)
     _shade_what_does_not_fit((above, below), points)
     if points[0].budget:
@@ -67,17 +67,17 @@ def draw_batch_sizes(points: Sequence[BatchSizePoint]) -> Any:
     return figure
 
 
-def _draw_series(above: Any, below: Any, series: Sequence[BatchSizePoint], colour: str, name: str) -> None:
+def _draw_series(above: Any, below: Any, series: Sequence[BatchSizePoint], color: str, name: str) -> None:
     # What does not fit has a peak, and no speed.
     fitting = [point for point in series if point.samples_per_second]
     label = f"predicted, {name}" if name else "predicted"
     sizes = [point.batch_size for point in fitting]
-    above.plot(sizes, [point.samples_per_second for point in fitting], "o-", color=colour, ms=4, label=label)
+    above.plot(sizes, [point.samples_per_second for point in fitting], "o-", color=color, ms=4, label=label)
     measured = [point for point in series if point.measured]
     if measured:
         speeds = [point.measured for point in measured]
-        above.plot([point.batch_size for point in measured], speeds, "x", color=colour, ms=8, label="measured")
-    below.plot([point.batch_size for point in series], [point.peak / MIB for point in series], "o-", color=colour, ms=4)
+        above.plot([point.batch_size for point in measured], speeds, "x", color=color, ms=8, label="measured")
+    below.plot([point.batch_size for point in series], [point.peak / MIB for point in series], "o-", color=color, ms=4)
 
 
 def _mark_best(axes: Any, points: Sequence[BatchSizePoint]) -> None:

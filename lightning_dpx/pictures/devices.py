@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLORS, LIMIT, PLANNED, new_figure, plain_axes
 from lightning_dpx.units import MIB
 
 _LOW = 0.15  # of the largest peak
@@ -76,19 +76,19 @@ def _draw_device(axes: Any, device: DeviceStep, top: int) -> None:
             # The first backward makes them.
             is_there = kind != "gradients" or phase != _BEFORE_BACKWARD
             sizes.append(device.static.get(kind, 0) / MIB if is_there else 0.0)
-        axes.bar(positions, sizes, bottom=bottoms, width=0.7, color=KIND_COLOURS[kind], label=kind)
+        axes.bar(positions, sizes, bottom=bottoms, width=0.7, color=KIND_COLORS[kind], label=kind)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     rest = [max(0.0, peak / MIB - bottom) for peak, bottom in zip(device.peaks.values(), bottoms, strict=True)]
     label = "activations and temporary tensors, at the peak"
-    axes.bar(positions, rest, bottom=bottoms, width=0.7, color=KIND_COLOURS["activations"], label=label)
-    for value, colour, style, name in (
+    axes.bar(positions, rest, bottom=bottoms, width=0.7, color=KIND_COLORS["activations"], label=label)
+    for value, color, style, name in (
         (device.planned, PLANNED, "--", "planned peak"),
         (device.budget, LIMIT, "-", "budget"),
         (device.capacity, "black", ":", "capacity"),
     ):
         # A line far above the bars would press them flat.
         if value and value < 3 * top:
-            axes.axhline(value / MIB, color=colour, linestyle=style, linewidth=1.4, label=name)
+            axes.axhline(value / MIB, color=color, linestyle=style, linewidth=1.4, label=name)
     for position, peak in zip(positions, device.peaks.values(), strict=True):
         size = f"{peak / MIB:,.0f}" if peak >= 100 * MIB else f"{peak / MIB:.3g}"
         # In a low bar there is no room for its size, so that stands above it.

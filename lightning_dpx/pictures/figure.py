@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_dpx.errors import UnsupportedError
 
-KIND_COLOURS = {
+KIND_COLORS = {
     "parameters": "#4c78a8",
     "gradients": "#f2b447",
     "optimizer": "#b279a2",

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_dpx.memory import MemoryPlan, Profile, timeline_of
-from lightning_dpx.pictures.figure import KIND_COLOURS, LIMIT, PLANNED, UNPLANNED, name_places, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLORS, LIMIT, PLANNED, UNPLANNED, name_places, new_figure, plain_axes
 from lightning_dpx.units import MIB
 
 _ACTIONS = {
-    "keep": KIND_COLOURS["parameters"],
-    "recompute": KIND_COLOURS["activations"],
+    "keep": KIND_COLORS["parameters"],
+    "recompute": KIND_COLORS["activations"],
     "recompute each time": "#8cc27f",
-    "compress": KIND_COLOURS["gradients"],
+    "compress": KIND_COLORS["gradients"],
     "compress each time": "#b98fc9",
-    "offload": KIND_COLOURS["optimizer"],
+    "offload": KIND_COLORS["optimizer"],
     "replay": "#4f8f5b",
 }
 _MOST_ROWS = 48
@@ -107,20 +107,20 @@ def _draw_values(axes: Any, profile: Profile, rows: Sequence[tuple[str, str, int
     shown: set[str] = set()
     for position, (_, action, number, index) in enumerate(rows):
         storage = profile.storages[number]
-        colour = _ACTIONS[action]
+        color = _ACTIONS[action]
         # A legend has one entry for each action, not for each bar.
         label = None if action in shown else action
         shown.add(action)
         span = storage.freed - storage.unused
         if action == "keep":
-            axes.barh(position, span, left=storage.unused, height=0.7, color=colour, label=label)
+            axes.barh(position, span, left=storage.unused, height=0.7, color=color, label=label)
             continue
-        axes.barh(position, span, left=storage.unused, height=0.7, color=colour, alpha=0.22, label=label)
+        axes.barh(position, span, left=storage.unused, height=0.7, color=color, alpha=0.22, label=label)
         for request in profile.requests:
             if request.value == index:
                 # A value that is let go of at once would have a bar without a width.
                 used = max(1, request.released - request.event)
-                axes.barh(position, used, left=request.event, height=0.7, color=colour)
+                axes.barh(position, used, left=request.event, height=0.7, color=color)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=6)
     # From top to bottom in the order of forward.
     axes.set_ylim(len(rows) - 0.5, -0.5)

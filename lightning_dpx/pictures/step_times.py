@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dpx.pictures.figure import KIND_COLOURS, PLANNED, UNPLANNED, new_figure, plain_axes
+from lightning_dpx.pictures.figure import KIND_COLORS, PLANNED, UNPLANNED, new_figure, plain_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ def draw_step_times(points: Sequence[StepPoint]) -> Any:
 
 def _draw_bars(axes: Any, points: Sequence[StepPoint], places: Sequence[int]) -> None:
     bottoms = [0.0] * len(points)
-    colours = [KIND_COLOURS[kind] for kind in ("activations", "gradients", "optimizer", "parameters")]
-    for kind, colour in zip(points[0].seconds, colours, strict=True):
+    colors = [KIND_COLORS[kind] for kind in ("activations", "gradients", "optimizer", "parameters")]
+    for kind, color in zip(points[0].seconds, colors, strict=True):
         heights = [1e3 * point.seconds[kind] for point in points]
-        axes.bar(places, heights, bottom=bottoms, width=0.7, color=colour, label=kind)
+        axes.bar(places, heights, bottom=bottoms, width=0.7, color=color, label=kind)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for place, point, top in zip(places, points, bottoms, strict=True):
         axes.annotate(f"{point.efficiency:.0%}", (place, top), (0, 2), textcoords="offset points", ha="center",

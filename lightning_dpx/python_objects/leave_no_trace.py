@@ -261,13 +261,13 @@ class _ModuleBefore:
             self._put_buffers_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        initialised = set[int]()
+        initialized = set[int]()
         for part, kind in zip(self._parts, self._types, strict=True):
             if type(part) is not kind:
-                initialised.add(id(part))
-        self._hooks.put_back(initialised)
+                initialized.add(id(part))
+        self._hooks.put_back(initialized)
         for part, parameters, buffers in self._own:
-            if id(part) not in initialised:  # a lazy module has its tensors from now on
+            if id(part) not in initialized:  # a lazy module has its tensors from now on
                 _put_in(parameters_of(part), parameters)
                 _put_in(buffers_of(part), buffers)
 

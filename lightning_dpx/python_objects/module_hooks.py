@@ -65,10 +65,10 @@ class HooksOfOthers:
         for parameter in parameters:
             self._parameters.append((parameter, [dict(hooks_of(parameter) or {}) for hooks_of in _OF_TENSORS]))
 
-    def put_back(self, initialised: Collection[int] = ()) -> None:
+    def put_back(self, initialized: Collection[int] = ()) -> None:
         """Takes off what was put on since, and puts on what was taken off; but for modules with these ids."""
         for part, hooks, flags in self._modules:
-            if id(part) in initialised:  # a lazy module takes its hook off when it has its tensors
+            if id(part) in initialized:  # a lazy module takes its hook off when it has its tensors
                 continue
             changed = [_put_back(hooks_of(part), before) for hooks_of, before in zip(OF_MODULES, hooks, strict=True)]
             if any(changed):

@@ -34,7 +34,7 @@ class SyncedBatchNorm(AnyBatchNorm):
         if rank is None or rank.is_alone or not (self.training or self.running_mean is None):
             return super().forward(input)
         check_input_dim(self, input)
-        return self._normalised(input, rank)
+        return self._normalized(input, rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncedBatchNorm":
         """A copy is synchronized, too: replicas are copies."""
@@ -48,7 +48,7 @@ class SyncedBatchNorm(AnyBatchNorm):
         # What pickle protocols 0 and 1 call; the later ones insist on the object's own class.
         return copyreg._reconstructor, (_plain[type(self)], object, None), vars(self)  # type: ignore[attr-defined]
 
-    def _normalised(self, input: torch.Tensor, rank: ReplicaRank) -> torch.Tensor:
+    def _normalized(self, input: torch.Tensor, rank: ReplicaRank) -> torch.Tensor:
         # In float32 at least, under autocast, too: sums of half precision over a whole batch stop growing early.
         values = input if input.dtype == torch.float64 else input.float()
         dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -56,14 +56,14 @@ class SyncedBatchNorm(AnyBatchNorm):
         # It travels with the sums: slices may have different numbers of rows.
         count = values.new_full((1,), input.numel() / input.shape[1])
         totals = sum_over_replicas(rank, torch.cat([values.sum(dims), count]))
-        # The mean first, and then the squares of what is centred: a second meeting, but the difference of a mean of
+        # The mean first, and then the squares of what is centered: a second meeting, but the difference of a mean of
         # squares and the square of a mean loses the digits that two large numbers have in common.
         mean = totals[:-1] / totals[-1]
         total = totals[-1].detach()
-        centred = values - mean.view(shape)
-        variance = sum_over_replicas(rank, centred.square().sum(dims)) / total
+        centered = values - mean.view(shape)
+        variance = sum_over_replicas(rank, centered.square().sum(dims)) / total
         self._remember(mean.detach(), variance.detach(), total)
-        result = centred * (variance + self.eps).rsqrt().view(shape)
+        result = centered * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
             result = result * self.weight.view(shape) + self.bias.view(shape)
         return result.to(input.dtype)

@@ -179,7 +179,7 @@ def _serve(
     # Lanes of the host share out its cores. With 4 lanes and torch's own 4 threads for each, a step
     # took 37 ms and 6,300 context switches instead of 19 ms.
     if intra_op_threads is not None:
-        torch.get_num_threads()  # initialises this thread; left to the first operator, that would undo the next line
+        torch.get_num_threads()  # initializes this thread; left to the first operator, that would undo the next line
         torch.set_num_threads(intra_op_threads)
     ready.put(None)
     try:

@@ -340,7 +340,7 @@ def test_a_budget_is_a_share_of_what_a_device_would_take(
     assert all(device["peak"] <= device["budget"] for device in devices)
 
 
-def test_neighbours_on_one_device_are_planned_as_the_one_slice_that_they_take(tmp_path: Path, capsys: Any) -> None:
+def test_neighbors_on_one_device_are_planned_as_the_one_slice_that_they_take(tmp_path: Path, capsys: Any) -> None:
     own = config(tmp_path, "{workload: [1, 2]}", "Shallow")
     for several, single in (("cpu,cpu", "cpu"), ("sim:0,sim:0", "sim:0")):
         arguments = ["--config", own, "--budget", "8MiB"]

@@ -333,7 +333,7 @@ def test_case_57_a_budget_in_other_words_is_refused_with_the_allowed_ones(budget
 
 
 class Deep(Classifier):
-    """Wide enough for activations that are worth a plan; counts, prints and normalises."""
+    """Wide enough for activations that are worth a plan; counts, prints and normalizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ class MadeInTheStep(TakesMore):
 class InADict(TakesMore):
     def __init__(self) -> None:
         super().__init__()
-        self.loaders = {"labelled": None, "extra": iter([rows.clone() for rows in self.rows])}
+        self.loaders = {"labeled": None, "extra": iter([rows.clone() for rows in self.rows])}
 
     def more(self) -> torch.Tensor:
         return next(self.loaders["extra"]) + next(self.loaders["extra"])

@@ -359,7 +359,7 @@ def test_a_teacher_in_a_list_and_tensors_in_a_dict_are_followed(kind: type[Class
     torch.testing.assert_close(ours.scales["loss"], one.scales["loss"])
 
 
-class Labelled(torch.Tensor):
+class Labeled(torch.Tensor):
     """Names its columns, as libraries of physics do: its methods look for them, and ``detach`` forgets them."""
 
     labels: tuple[str, ...]
@@ -373,22 +373,22 @@ class Labelled(torch.Tensor):
         return self.as_subclass(torch.Tensor)[:, self.labels.index(label)]
 
 
-def labelled(rows: torch.Tensor) -> Labelled:
-    made: Any = rows.as_subclass(Labelled)
+def labeled(rows: torch.Tensor) -> Labeled:
+    made: Any = rows.as_subclass(Labeled)
     made.labels = ("x", "y")
     return made
 
 
-class KeepsLabelled(Classifier):
+class KeepsLabeled(Classifier):
     """One is there from the beginning, one comes from a hook, and a list gets one of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.points: Any = labelled(torch.ones(3, 2))
+        self.points: Any = labeled(torch.ones(3, 2))
         self.by_epoch: list[Any] = []
 
     def on_train_epoch_start(self) -> None:
-        self.points = labelled(torch.full((3, 2), 1.0 + self.current_epoch, device=self.device))
+        self.points = labeled(torch.full((3, 2), 1.0 + self.current_epoch, device=self.device))
         self.by_epoch.append(self.points)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -397,8 +397,8 @@ class KeepsLabelled(Classifier):
 
 
 def test_tensors_of_a_class_with_attributes_keep_both_on_every_replica(execution) -> None:
-    ours = fitted(KeepsLabelled, strategy=dpx.DPXStrategy(execution=execution), devices=3)
-    assert_equal(dict(ours.state_dict()), dict(fitted(KeepsLabelled).state_dict()))
+    ours = fitted(KeepsLabeled, strategy=dpx.DPXStrategy(execution=execution), devices=3)
+    assert_equal(dict(ours.state_dict()), dict(fitted(KeepsLabeled).state_dict()))
 
 
 class Cumulative:

@@ -166,7 +166,7 @@ class Patches(nn.Module):
         return self.layers(self.cut(x).flatten(2).transpose(1, 2))
 
 
-class Neighbours(nn.Module):
+class Neighbors(nn.Module):
     """Every point looks at those near it; nothing leads from the distances to the loss."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ NETS: dict[str, Callable[[], Case]] = {
         nn.Sequential(nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)),
         torch.randint(64, (16, 64)),
     ),
-    "neighbours": lambda: (Neighbours(), torch.randn(2, 128, 16)),
+    "neighbors": lambda: (Neighbors(), torch.randn(2, 128, 16)),
     "codes": lambda: (Codes(), torch.randn(512, 32)),
     "masked in place": lambda: (MaskedInPlace(), torch.randn(8, 64, 32)),
     "recurrent": lambda: (Recurrent(), torch.randn(24, 8, 32)),

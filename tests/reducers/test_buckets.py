@@ -29,7 +29,7 @@ def test_unpacking_gives_views_and_the_values_back() -> None:
     assert all(torch.equal(own, view) for own, view in zip(grads, many[0], strict=True))
 
 
-def test_tensors_that_are_no_neighbours_are_copied() -> None:
+def test_tensors_that_are_no_neighbors_are_copied() -> None:
     rows = torch.arange(10.0)
     assert flatten([rows[:4], rows[4:]]).data_ptr() == rows.data_ptr()
     for parts in ([rows[4:], rows[:4]], [rows[:4], rows[5:]], [rows[::2], rows[5:]], [rows[:4], torch.ones(2)]):

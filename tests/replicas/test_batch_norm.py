@@ -25,7 +25,7 @@ def synchronized(momentum: float | None = 0.3) -> nn.Sequential:
 @pytest.mark.parametrize("counts", [True, False])  # old checkpoints bring no number of batches
 @pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("sizes", [(4, 4), (1, 7)])
-def test_slices_are_normalised_by_the_statistics_of_the_whole_batch(
+def test_slices_are_normalized_by_the_statistics_of_the_whole_batch(
     sizes: tuple[int, int], momentum: float | None, counts: bool
 ) -> None:
     rows = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

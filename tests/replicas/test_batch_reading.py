@@ -30,7 +30,7 @@ UNCUTTABLE = {
     "two sizes": ((torch.ones(4), torch.ones(3, 2)), r"0 \(Tensor of shape \(4\)\): 4; 1 .*: 3"),
     "one row beside others": ((torch.ones(4, 3), torch.ones(1, 3)), r"1 \(Tensor of shape \(1, 3\)\): 1"),
     "several at fault": ({"x": torch.ones(4), "a": Box(), "b": [Box()]}, r"a \(Box\) cannot be cut\. b\.0 \(Box\)"),
-    "labelled and unlabelled": ({"l": torch.ones(4), "u": torch.ones(8)}, "l .*: 4; u .*: 8"),
+    "labeled and unlabeled": ({"l": torch.ones(4), "u": torch.ones(8)}, "l .*: 4; u .*: 8"),
     "ragged": ([torch.ones(2, 3), torch.ones(4, 3)], "do not agree"),
     "detection lists": (([torch.ones(3, 4), torch.ones(3, 5)], boxes(1, 2)), "one item per row, or columns"),
     "samples": ([(torch.ones(3, 4), Box()), (torch.ones(3, 5), Box())], "one item per row, or columns"),

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.practised import Practised
 from lightning_dpx.memory.execute.recomputation import compute
+from lightning_dpx.memory.execute.routine_hooks import RoutineHooks
 from lightning_dpx.memory.execute.saved_tensor_hooks import Rematerialization, ValueActions
 from lightning_dpx.memory.execute.tensor_identity import identity_of
 from lightning_dpx.memory.execute.values import Value
@@ -156,13 +156,13 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _everything_dropped(module: nn.Module, x: Tensor) -> Practised:
+def _everything_dropped(module: nn.Module, x: Tensor) -> RoutineHooks:
     """Hooks that drop all that comes from the graph."""
     names = CallNames(module)
     seen = _Seen(names)
     with seen.active():
         module(x)
-    return Practised(names, set(seen.operators.values()), ValueActions(dropped=list(seen.operators)))
+    return RoutineHooks(names, set(seen.operators.values()), ValueActions(dropped=list(seen.operators)))
 
 
 class _Seen(Rematerialization):
@@ -193,7 +193,7 @@ def _replayed_forward(module: nn.Module, x: Tensor, names: list[str]) -> float:
         replays.remove()
 
 
-def _planned_step(values: Practised, module: nn.Module, x: Tensor) -> None:
+def _planned_step(values: RoutineHooks, module: nn.Module, x: Tensor) -> None:
     with values.active():
         result = module(x).sum()
     result.backward()

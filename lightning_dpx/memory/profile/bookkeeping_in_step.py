@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.memory.execute.module_calls import CallNames
-from lightning_dpx.memory.execute.practised import Practised
+from lightning_dpx.memory.execute.routine_hooks import RoutineHooks
 from lightning_dpx.memory.execute.saved_tensor_hooks import ValueActions
 from lightning_dpx.memory.execute.whole_call_replays import Replays
 from lightning_dpx.memory.profile import timing_effort
@@ -103,7 +103,7 @@ def measured_in_step(
         # Of long steps there is one round, and one slow step would make all that comes on top look like nothing.
         plain = min(plain, profile.step_seconds)
     cases = [_case_of(profile, dropped, made[kind], found[kind] - plain) for kind, dropped in sets.items()]
-    is_followed = any(isinstance(hooks, Practised) and hooks.is_followed_for_good for hooks in kinds.values())
+    is_followed = any(isinstance(hooks, RoutineHooks) and hooks.is_followed_for_good for hooks in kinds.values())
     # What is hidden takes nothing, whatever it takes elsewhere.
     told = _of_values(cases, Bookkeeping() if hides else known, is_followed=is_followed)
     least_share = _least_share(cases) if hides else 1.0
@@ -123,7 +123,7 @@ def _planned(
     sets: Mapping[str, Collection[int]],
     away: Collection[int],
     calls: Sequence[SavedCall],
-) -> Iterator[dict[str, Practised | Replays]]:
+) -> Iterator[dict[str, RoutineHooks | Replays]]:
     """The hooks of every kind of planned step, by its name; they are gone after the block.
 
     Args:
@@ -133,7 +133,7 @@ def _planned(
         away: Values that are offloaded.
         calls: Those that are replayed.
     """
-    kinds = dict[str, Practised | Replays]()
+    kinds = dict[str, RoutineHooks | Replays]()
     try:
         for kind, dropped in sets.items():
             kinds[kind] = _dropping(profile, module, dropped)
@@ -184,9 +184,9 @@ def _some_to_offload(profile: Profile) -> list[int]:
     return chosen
 
 
-def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> Practised:
+def _offloading(profile: Profile, module: nn.Module, away: Collection[int]) -> RoutineHooks:
     names = {profile.values[index].name for index in away}
-    return Practised(CallNames(module), (), ValueActions(offloaded=names, prefetch_depth=PREFETCH_DEPTH))
+    return RoutineHooks(CallNames(module), (), ValueActions(offloaded=names, prefetch_depth=PREFETCH_DEPTH))
 
 
 def _with_calls(
@@ -219,10 +219,10 @@ def _with_calls(
     return replace(told, call=known.call * factor, tensor=known.tensor * factor)
 
 
-def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> Practised:
+def _dropping(profile: Profile, module: nn.Module, dropped: Collection[int]) -> RoutineHooks:
     trusted = {profile.values[index].operator for index in dropped}
     actions = ValueActions(dropped={profile.values[index].name for index in dropped})
-    return Practised(CallNames(module), trusted, actions)
+    return RoutineHooks(CallNames(module), trusted, actions)
 
 
 class _Case(NamedTuple):
@@ -373,7 +373,7 @@ def droppable_values(profile: Profile) -> list[int]:
 
 
 def _least_in_turns(
-    kinds: dict[str, Practised | Replays], timer: StepTimer, forward: Forward, backward: Backward, warm_up: int
+    kinds: dict[str, RoutineHooks | Replays], timer: StepTimer, forward: Forward, backward: Backward, warm_up: int
 ) -> dict[str, float]:
     """The least seconds of steps of each kind, and of steps without a plan, which have no name.
 
@@ -384,7 +384,7 @@ def _least_in_turns(
     enough = timing_effort.seconds(_ENOUGH)
     spent = 0.0
     for hooks in kinds.values():
-        if isinstance(hooks, Practised):
+        if isinstance(hooks, RoutineHooks):
             hooks.remove()
     for turn in range(warm_up + _MOST_ROUNDS):
         if turn >= warm_up:
@@ -392,10 +392,10 @@ def _least_in_turns(
             times[""].append(seconds)
             spent += seconds
         for kind, hooks in kinds.items():
-            if isinstance(hooks, Practised):
+            if isinstance(hooks, RoutineHooks):
                 hooks.put_on()
             seconds, _ = timer.timed(Within(hooks.active, forward), backward)
-            if isinstance(hooks, Practised):  # they are on many modules, where other steps would pay for them
+            if isinstance(hooks, RoutineHooks):  # they are on many modules, where other steps would pay for them
                 hooks.remove()
             spent += seconds
             if turn >= warm_up:

@@ -68,7 +68,7 @@ def batches() -> DataLoader[Any]:
     return DataLoader(data, ROWS)
 
 
-class Neighbour(Callback):
+class Neighbor(Callback):
     """Takes a MiB of the device in the second step, after it was looked at whether the plan still has its room."""
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
@@ -78,7 +78,7 @@ class Neighbour(Callback):
 
 def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **options: Any) -> dict[str, torch.Tensor]:
     trainer_options = {key: options.pop(key) for key in ("accumulate_grad_batches",) if key in options}
-    callbacks = [Neighbour()] if options.pop("neighbour", False) else []
+    callbacks = [Neighbor()] if options.pop("neighbor", False) else []
     if memory is None:
         dpx.simulate(num_devices)
     else:
@@ -100,7 +100,7 @@ def fit(memory: str | None, num_devices: int, peak_in: str, execution: str, **op
     [
         ({}, r"DPXStrategy\(memory_budget='auto'\) computes again what does not fit"),
         (
-            {"memory_budget": "3900KiB", "neighbour": True},
+            {"memory_budget": "3900KiB", "neighbor": True},
             r"The plan of sim:0 for a budget of 3\.8 MiB predicted .* One of .* MiB costs .*% of a step",
         ),
     ],

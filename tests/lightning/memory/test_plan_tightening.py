@@ -20,7 +20,7 @@ pytestmark = [
 
 def test_a_plan_is_tightened_when_somebody_else_takes_the_room(execution: str) -> None:
     expected = fit(None, 1, "backward", execution)
-    options = {"memory_budget": "3900KiB", "neighbour": True}
+    options = {"memory_budget": "3900KiB", "neighbor": True}
     with pytest.warns(UserWarning, match=r"ran out of memory .* and is repeated"):
         ours = fit("4000KiB", 1, "backward", execution, on_oom="replan", **options)
     for name, value in expected.items():

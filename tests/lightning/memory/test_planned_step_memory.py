@@ -32,6 +32,6 @@ def test_half_a_backward_cannot_be_taken_back_once_gradients_accumulate() -> Non
     """The first batch of a window is repeated; in a later one the error comes out, and no gradient is lost unseen."""
     with pytest.warns(UserWarning, match=r"is repeated, 1 of 3"):
         fit("3500KiB", 1, "backward", "inline", on_oom="replan", accumulate_grad_batches=3)
-    options = {"memory_budget": "3900KiB", "neighbour": True, "accumulate_grad_batches": 3}
+    options = {"memory_budget": "3900KiB", "neighbor": True, "accumulate_grad_batches": 3}
     with pytest.raises(torch.OutOfMemoryError):
         fit("4000KiB", 1, "backward", "inline", on_oom="replan", **options)

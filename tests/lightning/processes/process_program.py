@@ -108,7 +108,7 @@ class Contrastive(Classifier):
         return F.cross_entropy(own @ everyone.t() / 0.1, labels)
 
 
-class Centred(Classifier):
+class Centered(Classifier):
     """Every row minus the mean of the whole batch, with gradients through that mean; slices may differ in size."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -146,7 +146,7 @@ class OneRunsOut(Classifier):
 
 
 WITH_MEETINGS: dict[str, type[Classifier]] = {
-    "meets": Meets, "merged": Contrastive, "contrastive": Contrastive, "centred-uneven": Centred
+    "meets": Meets, "merged": Contrastive, "contrastive": Contrastive, "centered-uneven": Centered
 }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ WITH_MEETINGS: dict[str, type[Classifier]] = {
 PARITY = (
     "sum-late", "joined", "runs-out-alone",
     "even", "colocate", "uneven", "sum-accumulated", "sparse-uneven", "sparse-sum", "meets", "merged", "contrastive",
-    "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged",
+    "centered-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged",
 )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_sparse_gradients_of_two_processes_train_to_the_weights_of_one_device(ca
 
 
 @pytest.mark.parametrize(
-    "case", ["meets", "merged", "contrastive", "centred-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged"]
+    "case", ["meets", "merged", "contrastive", "centered-uneven", "batchnorm", "batchnorm-uneven", "batchnorm-merged"]
 )
 def test_collectives_inside_a_step_reach_the_replicas_of_all_processes(case: str, tmp_path: Path) -> None:
     weights = weights_of_both(case, tmp_path)

@@ -156,7 +156,7 @@ class TabledCollects(Collects):
     """Beside the tables of its class, which are no lists that steps append to, its own list lies deep."""
 
     LABELS: ClassVar = {number: (f"class {number}", number) for number in range(1000)}
-    COLOURS: ClassVar = {number: (number % 255, 0, 0) for number in range(1000)}
+    COLORS: ClassVar = {number: (number % 255, 0, 0) for number in range(1000)}
 
     def __init__(self) -> None:
         super().__init__()

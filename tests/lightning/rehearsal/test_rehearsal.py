@@ -1695,18 +1695,18 @@ def test_a_stage_that_counts_outside_the_module_falls_back(fitted, nothing_count
 def average_in_a_closure() -> Callable[[torch.Tensor], torch.Tensor]:
     held = {"mean": torch.zeros(3)}
 
-    def centred(logits: torch.Tensor) -> torch.Tensor:
+    def centered(logits: torch.Tensor) -> torch.Tensor:
         held["mean"] = held["mean"] * 0.9 + logits.detach().mean(0) * 0.1
         return logits - held["mean"]
 
-    return centred
+    return centered
 
 
 class KeepsInAClosure(Model):
-    centred = staticmethod(average_in_a_closure())
+    centered = staticmethod(average_in_a_closure())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.centred(self.net(batch[0])), batch[1])
+        return F.cross_entropy(self.centered(self.net(batch[0])), batch[1])
 
 
 def test_what_changes_without_any_draw_is_no_matter_of_draws(fitted) -> None:

@@ -15,7 +15,7 @@ from lightning_dpx.memory import profile_module
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan
 from lightning_dpx.simulate import clear_traffic, traffic
 from tests.conftest import SIMULATED, sim_device
-from tests.memory.execute.test_practised import Skipping
+from tests.memory.execute.test_routine_hooks import Skipping
 from tests.memory.models import AWKWARD, ORDINARY, CustomFunction
 from tests.memory.plan.test_planning import SavedLate, measured_peak
 from tests.shifting.test_offload import LAYERS, ROWS, WIDTH, Tower, allocated, comes_to, fail_in_backward, fetches

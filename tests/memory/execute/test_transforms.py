@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 import lightning_dpx as dpx
-from lightning_dpx.memory.execute.practised import Practised
+from lightning_dpx.memory.execute.routine_hooks import RoutineHooks
 from lightning_dpx.memory.execute.transforms import STEP_ASIDE, is_transformed
 from lightning_dpx.memory.plan.plan import Decision
 from lightning_dpx.torch_compat import tree_leaves
@@ -118,7 +118,7 @@ def test_a_transform_around_a_planned_module_runs_as_without_a_plan(name: str, *
     if warm:
         assert all(map(torch.equal, train(module, x), train(plain, x)))
     values = applied.values
-    assert isinstance(values, Practised)
+    assert isinstance(values, RoutineHooks)
     was_routine = values.is_routine
     expected = tree_leaves(AROUND[name](plain, x))
     for _ in range(2):  # a hook that failed would warn, and warnings are errors

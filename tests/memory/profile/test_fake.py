@@ -19,7 +19,7 @@ from lightning_dpx.bench.staged import STAGED_MODELS, Chain
 from lightning_dpx.memory import Profile, plan_profile, profile_module, summary
 from lightning_dpx.memory.module_step import run_to_loss
 from tests.conftest import SIMULATED
-from tests.memory.execute.test_neighbours import Blocks
+from tests.memory.execute.test_neighbors import Blocks
 from tests.memory.models import AWKWARD, GPT, ORDINARY, Block, Case
 from tests.memory.plan.test_planning import make, measured_peak, profiled
 from tests.memory.steps import DropsEverything, train

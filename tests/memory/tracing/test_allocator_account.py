@@ -80,7 +80,7 @@ def test_budgets_are_kept_by_the_account_of_the_allocator(
 
 
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
-@pytest.mark.parametrize("name", ["convolution", "encoder", "perceptron", "neighbours"])
+@pytest.mark.parametrize("name", ["convolution", "encoder", "perceptron", "neighbors"])
 def test_so_they_are_on_devices_whose_allocator_counts(name: str, sim: Any) -> None:
     module, rows = build(name, gradients=True)
     module, rows = module.to("sim:0"), rows.to("sim:0")

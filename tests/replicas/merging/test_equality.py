@@ -18,7 +18,7 @@ class Point:
         self.x = x
 
 
-class Labelled(Point):
+class Labeled(Point):
     __slots__ = ("label", "unset")
 
     def __init__(self, x: Any, label: str) -> None:
@@ -26,14 +26,14 @@ class Labelled(Point):
         self.label = label
 
 
-def with_unset(point: Labelled) -> Labelled:
+def with_unset(point: Labeled) -> Labeled:
     point.unset = point  # may refer to itself
     return point
 
 
 def in_a_circle(x: int) -> Point:
     first = Point(None)
-    first.x = [Labelled(first, "back"), x]
+    first.x = [Labeled(first, "back"), x]
     return first
 
 
@@ -43,11 +43,11 @@ def in_a_circle(x: int) -> Point:
         (Point(1), Point(1), True),
         (Point(1), Point(2), False),
         (Point(torch.ones(2)), Point(torch.ones(2)), True),
-        (Labelled(1, "a"), Labelled(1, "b"), False),
-        (Labelled(1, "a"), Labelled(2, "a"), False),
-        (Labelled(1, "a"), Labelled(1, "a"), True),
-        (with_unset(Labelled(1, "a")), Labelled(1, "a"), False),
-        (with_unset(Labelled(1, "a")), with_unset(Labelled(1, "a")), True),
+        (Labeled(1, "a"), Labeled(1, "b"), False),
+        (Labeled(1, "a"), Labeled(2, "a"), False),
+        (Labeled(1, "a"), Labeled(1, "a"), True),
+        (with_unset(Labeled(1, "a")), Labeled(1, "a"), False),
+        (with_unset(Labeled(1, "a")), with_unset(Labeled(1, "a")), True),
         ([Point(Point(1))], [Point(Point(2))], False),
         (in_a_circle(1), in_a_circle(1), True),
         (in_a_circle(1), in_a_circle(2), False),

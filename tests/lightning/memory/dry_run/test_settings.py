@@ -1,4 +1,4 @@
-"""Replicas that are neighbours on one device take their slices as one."""
+"""Replicas that are neighbors on one device take their slices as one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def on(*names: str) -> tuple[torch.device, ...]:
     return tuple(map(torch.device, names))
 
 
-def test_neighbours_on_one_device_are_one_and_have_the_rows_of_both() -> None:
+def test_neighbors_on_one_device_are_one_and_have_the_rows_of_both() -> None:
     settings = Settings(devices=on("cuda:0", "cuda:0", "cuda:1"), workload=[1, 2, 3], micro_batches=[2, 3, 4])
     merged = with_merged_replicas(settings)
     assert merged.devices == on("cuda:0", "cuda:1")

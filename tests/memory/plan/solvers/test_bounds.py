@@ -59,7 +59,7 @@ def test_the_knapsack_of_a_chain_by_hand() -> None:
     seconds, units = knapsack(Relaxation(problem), peak - 3 * 4096)
     assert seconds == pytest.approx(3 * 11)
     assert len(units) == 3
-    assert problem.forecast(Choice(units)).peak <= peak - 3 * 4096 + 4096  # a neighbour may come back too early
+    assert problem.forecast(Choice(units)).peak <= peak - 3 * 4096 + 4096  # a neighbor may come back too early
     assert knapsack(Relaxation(problem), peak - 3 * 4096 + 1)[0] == pytest.approx(3 * 11 - 11 / 4096)
     assert knapsack(Relaxation(problem), peak) == (0.0, frozenset())
     assert least_seconds(Relaxation(problem), 4096) == float("inf")

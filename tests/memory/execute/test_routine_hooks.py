@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import lightning_dpx as dpx
 from lightning_dpx.memory import AppliedPlan, MemoryTrace
-from lightning_dpx.memory.execute.practised import Practised
+from lightning_dpx.memory.execute.routine_hooks import RoutineHooks
 from tests.memory.models import ORDINARY
 from tests.memory.steps import DropsEverything
 
@@ -68,8 +68,8 @@ def hooks_of(module: nn.Module) -> int:
     return sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in module.modules())
 
 
-def values_of(applied: AppliedPlan) -> Practised:
-    assert isinstance(applied.values, Practised)
+def values_of(applied: AppliedPlan) -> RoutineHooks:
+    assert isinstance(applied.values, RoutineHooks)
     return applied.values
 
 
@@ -207,7 +207,7 @@ class DroppingOut(Skipping):
             block.append(nn.Dropout(0.5))
 
 
-def test_a_layer_that_was_left_out_while_profiled_is_planned_for_as_its_neighbours() -> None:
+def test_a_layer_that_was_left_out_while_profiled_is_planned_for_as_its_neighbors() -> None:
     """It was kept whole, with its masks, and with it all that came after it in the first step that called it."""
     torch.manual_seed(3)
     module, x = DroppingOut(), torch.randn(ROWS, 64)

@@ -26,7 +26,7 @@ from lightning_dpx.memory.plan.plan import module_of
 from lightning_dpx.torch_compat import current_graph_task_id
 
 
-class Practised(Rematerialization):
+class RoutineHooks(Rematerialization):
     """Saved-tensor hooks that learn where they are needed.
 
     Args:
