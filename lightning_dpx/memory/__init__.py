@@ -22,12 +22,13 @@ from lightning_dpx.memory.execute.recipes import register_recipe
 from lightning_dpx.memory.joint import plan_devices
 from lightning_dpx.memory.micro_batch_planning import plan_in_micro_batches
 from lightning_dpx.memory.module_step import profile_module, sum_of
+from lightning_dpx.memory.plan.choice import Choice
 from lightning_dpx.memory.plan.forecast_of_plan import forecast_plan, timeline_of
 from lightning_dpx.memory.plan.make_plan import make_planner, plan_profile
 from lightning_dpx.memory.plan.micro_batch_candidates import BesideActivations, MicroBatchChoice, in_micro_batches
 from lightning_dpx.memory.plan.plan import Decision, MemoryPlan, describe_cut, format_plan, summary
 from lightning_dpx.memory.plan.planners.threshold import ThresholdPlanner
-from lightning_dpx.memory.plan.problem import PLANNERS, Planner, register_planner
+from lightning_dpx.memory.plan.problem import PLANNERS, Planner, Problem, register_planner
 from lightning_dpx.memory.plan_search import bytes_of_budget, estimate_cost, search_plan
 from lightning_dpx.memory.profile.abstract import profile_absent
 from lightning_dpx.memory.profile.data import Profile
@@ -41,12 +42,14 @@ from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 __all__ = [
     "as_taken_by",
     "AppliedPlan",
+    "Choice",
     "HostAccount",
     "MemoryPlan",
     "Decision",
     "MemoryTrace",
     "PLANNERS",
     "Planner",
+    "Problem",
     "Profile",
     "SharedPlan",
     "ThresholdPlanner",
