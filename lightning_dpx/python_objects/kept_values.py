@@ -18,6 +18,9 @@ _WITHOUT_STATE = (type, types.ModuleType, types.BuiltinFunctionType, types.Metho
 # The class that all numbers of ctypes have in common has no public name.
 _NUMBERS_IN_C: Any = (ctypes.c_int.__mro__[1], ctypes.Array, ctypes.Structure, ctypes.Union)
 
+# What torch.compile notes on functions, such as an address, is another one in each copy of the same module.
+_OF_COMPILER = "_torchdynamo_"
+
 
 def kept_values(value: Any) -> dict[str, Any] | None:
     """The values by name; ``None`` for an object that keeps none, or none that Python shows."""
@@ -65,4 +68,5 @@ def _kept_by_function(function: types.FunctionType) -> dict[str, Any]:
     arguments = code.co_varnames[: code.co_argcount]
     if given:
         found.update(zip(arguments[-len(given) :], given, strict=True))
-    return {**found, **(function.__kwdefaults__ or {}), **vars(function)}
+    own = {name: value for name, value in vars(function).items() if not name.startswith(_OF_COMPILER)}
+    return {**found, **(function.__kwdefaults__ or {}), **own}

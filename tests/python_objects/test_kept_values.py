@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_dpx.python_objects.kept_values import kept_values
 
@@ -80,3 +81,15 @@ def test_attributes_of_a_function_are_kept_by_it() -> None:
 
     call.count = 1  # type: ignore[attr-defined]
     assert kept_values(call) == {"count": 1}
+
+
+def test_what_the_compiler_notes_on_a_function_is_not_kept_by_it() -> None:
+    compiled = torch.compile(closure(), backend="eager")
+    compiled.count = 0  # type: ignore[attr-defined]
+    again = torch.compile(closure(), backend="eager")
+    again.count = 0  # type: ignore[attr-defined]
+    assert compiled.__dict__ != again.__dict__, "the compiler notes an address on each"
+    found = kept_values(compiled)
+    assert found is not None
+    assert found["count"] == 0
+    assert not [name for name in found if "torchdynamo" in name]
