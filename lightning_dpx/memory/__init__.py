@@ -35,7 +35,15 @@ from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.profiler import profile_step
 from lightning_dpx.memory.profile.scaling import extrapolate, scaled
 from lightning_dpx.memory.shapes import SharedPlan, complete_plan, plan_shapes
-from lightning_dpx.memory.sharding import as_taken_by, plan_of_first_rank, profile_unsharded, sharded_units, unwrapped
+from lightning_dpx.memory.sharding import (
+    as_taken_by,
+    made_by_rank,
+    plan_of_first_rank,
+    profile_unsharded,
+    sharded_units,
+    told_by_all_ranks,
+    unwrapped,
+)
 from lightning_dpx.memory.tracing.allocator_account import HostAccount
 from lightning_dpx.memory.tracing.memory_trace import MemoryTrace
 
@@ -67,6 +75,7 @@ __all__ = [
     "BesideActivations",
     "MicroBatchChoice",
     "in_micro_batches",
+    "made_by_rank",
     "plan_in_micro_batches",
     "plan_of_first_rank",
     "plan_profile",
@@ -85,5 +94,6 @@ __all__ = [
     "sum_of",
     "summary",
     "timeline_of",
+    "told_by_all_ranks",
     "unwrapped",
 ]

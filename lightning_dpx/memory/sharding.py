@@ -143,31 +143,50 @@ def plan_of_first_rank(make: Callable[[], _T]) -> _T:
         BudgetError: no plan meets the budget there.
         PlanError: it has failed there for another reason.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    return made_by_rank(0, make)
+
+
+def made_by_rank(rank: int, make: Callable[[], _T]) -> _T:
+    """The same, of the process ``rank``."""
+    if not _has_peers():
         return make()
-    # One plan is for all, and the others wait until the first process sends it: so whatever
+    who = "The first process" if rank == 0 else f"Process {rank}"
+    # What is made is for all, and the others wait until that process sends it: so whatever
     # happens there, it sends something.
-    if dist.get_rank() > 0:
+    if dist.get_rank() != rank:
         received: list[Any] = [None, None]
-        dist.broadcast_object_list(received, src=0)
+        dist.broadcast_object_list(received, src=rank)
         if received[0] is None:
             raise received[1].error()
         found: _T = received[0]
         return found
-    made: list[Any] = [None, _Refusal("The first process was interrupted while it planned.")]
+    made: list[Any] = [None, _Refusal(f"{who} was interrupted while it planned.")]
     try:
         made[0] = make()
         return made[0]  # type: ignore[no-any-return]
     except Exception as error:
-        made[1] = _Refusal.of(error)
+        made[1] = _Refusal.of(error, who)
         raise
     finally:
-        dist.broadcast_object_list(made, src=0)
+        dist.broadcast_object_list(made, src=rank)
+
+
+def told_by_all_ranks(own: _T) -> list[_T]:
+    """``own`` of every process of the default group, by rank; without processes, that of this one."""
+    if not _has_peers():
+        return [own]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return told
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why the first process has no plan, as it travels to the others: errors with arguments of their own do not.
+    """Why the process that plans has no plan, as it travels to the others: errors with arguments of their own do not.
 
     Attributes:
         message: What theirs says.
@@ -182,9 +201,9 @@ class _Refusal:
     device_index: int = 0
 
     @classmethod
-    def of(cls, error: Exception) -> "_Refusal":
-        """That of ``error``."""
-        message = f"The first process found no plan: {error}"
+    def of(cls, error: Exception, who: str) -> "_Refusal":
+        """That of ``error``, which ended the planning of ``who``."""
+        message = f"{who} found no plan: {error}"
         if isinstance(error, BudgetError):
             return cls(message, budget=True, smallest=error.smallest, device_index=error.device_index)
         return cls(message)

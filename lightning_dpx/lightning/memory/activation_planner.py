@@ -22,7 +22,7 @@ from lightning_dpx.lightning.lightning_api import (
 )
 from lightning_dpx.lightning.lightning_compat import set_trainer
 from lightning_dpx.lightning.logging import StepLog
-from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, most_demanding
+from lightning_dpx.lightning.memory.batch_shapes import KnownShapes, largest_of, most_demanding, shapes_of
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step, shows_progress
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep
@@ -43,6 +43,7 @@ from lightning_dpx.memory import (
     complete_plan,
     describe_cut,
     format_plan,
+    made_by_rank,
     make_planner,
     plan_of_first_rank,
     planned,
@@ -50,6 +51,7 @@ from lightning_dpx.memory import (
     profile_unsharded,
     remove_plan,
     sharded_units,
+    told_by_all_ranks,
     unwrapped,
 )
 from lightning_dpx.memory.profile.held_output import HeldOutput
@@ -67,9 +69,10 @@ class ActivationPlanner(Callback):
     plans by itself: give it ``memory_budget``.
 
     A module that FSDPStrategy shards, or of which ``fully_shard`` has spread parts (in ``configure_model``, with
-    ModelParallelStrategy), is planned on fake tensors as what it was before; all processes follow the plan of the
-    first. Gathered parameters come on top of the budget, which is that of one process. Tensor-parallel layers are
-    planned as they are, in each process; calls in which processes meet are replayed without meeting again.
+    ModelParallelStrategy), is planned on fake tensors as what it was before; all processes follow one
+    plan, which is made for the largest batches of any of them. Gathered parameters come on top of the budget, which is
+    that of one process. Tensor-parallel layers are planned as they are, in each process; calls in which processes meet
+    are replayed without meeting again.
 
     Args:
         budget: Bytes of activations at the most, ``"8GiB"``, a fraction (0 to 1, or ``"60%"``) of what they need
@@ -205,6 +208,9 @@ class ActivationPlanner(Callback):
             self._shapes = KnownShapes()
             self._profiles = []
             self._unplanned_steps = UnplannedSteps()
+        return self._is_unknown(batch)
+
+    def _is_unknown(self, batch: Any) -> bool:
         if self._without_loss.skips_profile:
             return False
         return not self._shapes.covers(batch) or self._unplanned_steps.expected
@@ -236,7 +242,9 @@ class ActivationPlanner(Callback):
     def _plan_step(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, now: MemoryPlan | None
     ) -> None:
-        is_sharded = bool(sharded_units(module))
+        if sharded_units(module):
+            self._plan_sharded_step(trainer, module, batch, batch_idx, now)
+            return
         # It looks like the known ones and is not: the cache would find the known step by its shapes.
         # Batches differ in shape between processes, and all ask the cache or none does.
         anew = self._shapes.covers(batch) and self._unplanned_steps.expected
@@ -245,26 +253,43 @@ class ActivationPlanner(Callback):
         else:
             profile = self._found_or_profiled(trainer, module, batch, batch_idx)
         seen = SeenStep((profile,), (1,))
-        is_new = not self._shapes.covers(batch) or self._unplanned_steps.found_in([seen])
-        # Likewise, where all follow the plan of the first.
-        if is_sharded:
-            is_new = trainer.strategy.reduce_boolean_decision(is_new, all=False)
-        if not is_new:
+        if self._shapes.covers(batch) and not self._unplanned_steps.found_in([seen]):
             return
-        if is_sharded:
-            plan = self.plan = plan_of_first_rank(lambda: self._planned(module, profile, now))
-            self.profile = self.profile or profile
-        else:
-            plan = self._planned(module, profile, now)
-        self._trained.are_planned_for()
-        self._unplanned_steps.plan_for([seen])
+        plan = self._planned(module, [profile], now)
         if not self._shapes.covers(batch):
             self._shapes.add(batch)
+        self._note_plan(trainer, plan, [seen])
+
+    def _plan_sharded_step(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, now: MemoryPlan | None
+    ) -> None:
+        """One plan for the steps of all processes, which keeps each of them within the budget."""
+        # Any process may have the longest sequences: the first one's alone tell nothing of it.
+        told = told_by_all_ranks(shapes_of(batch) if self._is_unknown(batch) else None)
+        largest = largest_of({rank: shapes for rank, shapes in enumerate(told) if shapes is not None})
+        profiles = list[Profile]()
+        for rank in largest:
+            profile = made_by_rank(rank, lambda: self._profiled_unsharded(trainer, module, batch, batch_idx))
+            profiles.append(profile)
+        seen = [SeenStep((profile,), (1,)) for profile in profiles]
+        found = self._unplanned_steps.found_in(seen)
+        is_larger = any(not self._shapes.covers_shapes(shapes) for shapes in largest.values())
+        if not trainer.strategy.reduce_boolean_decision(is_larger or found, all=False):
+            return
+        # The first process has the profiles of all steps so far.
+        plan, self.profile = plan_of_first_rank(lambda: (self._planned(module, profiles, now), self.profile))
+        self.plan = plan
+        # Only now: a batch for which there is no plan stays unknown, as what retries has fewer rows.
+        for shapes in largest.values():
+            self._shapes.add_shapes(shapes)
+        self._note_plan(trainer, plan, seen)
+
+    def _note_plan(self, trainer: Trainer, plan: MemoryPlan, seen: list[SeenStep]) -> None:
+        self._trained.are_planned_for()
+        self._unplanned_steps.plan_for(seen)
         rank_zero_info(f"dpx: memory plan for {trainer.strategy.root_device}:\n{format_plan(plan)}")
 
     def _found_or_profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
-        if sharded_units(module):
-            return self._profiled(trainer, module, batch, batch_idx)
         device = trainer.strategy.root_device
         keys = [""]
         if self._cache.is_on:
@@ -300,8 +325,6 @@ class ActivationPlanner(Callback):
         return profile_unsharded(module, batch, device, step_on, accumulates=keeps_gradients(trainer))
 
     def _profiled(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Profile:
-        if sharded_units(module):
-            return plan_of_first_rank(lambda: self._profiled_unsharded(trainer, module, batch, batch_idx))
         replica = Replica(0, trainer.strategy.root_device, module)
         # The Trainer and its loggers are kept by reference: a copy of them
         # would copy the whole run.
@@ -327,8 +350,8 @@ class ActivationPlanner(Callback):
             accumulates=keeps_gradients(trainer),
         )
 
-    def _planned(self, module: LightningModule, latest: Profile, now: MemoryPlan | None) -> MemoryPlan:
-        profiles = most_demanding([*self._profiles, latest], lambda profile: profile.peak)
+    def _planned(self, module: LightningModule, latest: list[Profile], now: MemoryPlan | None) -> MemoryPlan:
+        profiles = most_demanding([*self._profiles, *latest], lambda profile: profile.peak)
         largest = max(profiles, key=lambda profile: profile.peak)
         # A fraction is one of the largest step so far, and so grows along with the batches.
         budget = bytes_of_budget(self._budget, largest.peak)

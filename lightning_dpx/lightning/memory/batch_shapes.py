@@ -1,6 +1,6 @@
 """Which shapes of batches a plan was made for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,13 +71,19 @@ class KnownShapes:
 
     def covers(self, batch: Any) -> bool:
         """Whether no tensor of ``batch`` is larger in any dim than that of one known batch."""
-        shapes = shapes_of(batch)
+        return self.covers_shapes(shapes_of(batch))
+
+    def covers_shapes(self, shapes: Shapes) -> bool:
+        """The same, of a batch with these shapes."""
         return any(_within(shapes, known) for known in self._largest)
 
     def add(self, batch: Any) -> None:
         """From now on ``batch`` is known, and so are all within it."""
+        self.add_shapes(shapes_of(batch))
+
+    def add_shapes(self, shapes: Shapes) -> None:
+        """The same, of a batch with these shapes, which another process may have."""
         # A batch that is longer but has fewer rows is within none, and may need more memory.
-        shapes = shapes_of(batch)
         # Those within the new one say nothing more, so the list stays as short as it can be.
         self._largest = [known for known in self._largest if not _within(known, shapes)] + [shapes]
 
@@ -86,6 +92,19 @@ def _within(shapes: Shapes, largest: Shapes) -> bool:
     return len(shapes) == len(largest) and all(
         len(mine) == len(most) and all(map(int.__le__, mine, most)) for mine, most in zip(shapes, largest, strict=True)
     )
+
+
+def largest_of(shapes: Mapping[int, Shapes]) -> dict[int, Shapes]:
+    """Those of ``shapes`` that are within no other; of equal ones the first."""
+    largest = dict[int, Shapes]()
+    for key, mine in shapes.items():
+        if any(_within(mine, known) for known in largest.values()):
+            continue
+        # It may be larger than some that came before it.
+        for smaller in [other for other, known in largest.items() if _within(known, mine)]:
+            del largest[smaller]
+        largest[key] = mine
+    return largest
 
 
 def most_demanding(steps: Sequence[T], pressure: Callable[[T], float]) -> list[T]:

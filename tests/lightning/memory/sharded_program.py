@@ -53,6 +53,13 @@ class InOtherOrder(Sharded):
         return [batch[0] if is_whole else batch[0][: len(batch[0]) // 2]]
 
 
+class LargerElsewhere(Sharded):
+    """The second process has four times the rows of the first."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if self.global_rank else [batch[0][: len(batch[0]) // 4]]
+
+
 class ByHand(Sharded):
     """Its optimizer steps after every second batch."""
 
@@ -200,6 +207,10 @@ def main(rank: int, port: str) -> None:
     planner = dpx.ActivationPlanner(budget=0.7)
     without = trained([], InOtherOrder)
     found["in_other_order"] = all(map(torch.equal, without, trained([planner], InOtherOrder)))
+    planner = dpx.ActivationPlanner(budget="1MiB")
+    without = trained([], LargerElsewhere)
+    same = all(map(torch.equal, without, trained([planner], LargerElsewhere)))
+    found["larger_elsewhere"] = [same, planner.profile.peak if planner.profile is not None else 0, planner.plan.peak]
     found["by_hand"] = {"refused": ""}
     try:
         trained([dpx.ActivationPlanner(budget=0.5)], ByHand)

@@ -91,6 +91,17 @@ def test_processes_may_get_batches_in_another_order(found: list[dict[str, Any]])
     assert all(one["in_other_order"] for one in found)
 
 
+def test_the_budget_holds_for_the_process_with_the_largest_batch(found: list[dict[str, Any]]) -> None:
+    """The plan was made for the batch of the first process alone, which has a quarter of the second one's rows."""
+    first, second = (one["larger_elsewhere"] for one in found)
+    assert first == second
+    same, unplanned, peak = first
+    assert same
+    whole_batch, _ = found[0]["peaks"]
+    assert unplanned == whole_batch, "that of 512 rows, which only the second process has"
+    assert peak <= 2**20 < unplanned
+
+
 def test_a_trainer_has_one_planner_whose_budget_counts(tmp_path: Path) -> None:
     trainer = Trainer(
         strategy="auto",

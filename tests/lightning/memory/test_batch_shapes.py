@@ -17,7 +17,13 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
-from lightning_dpx.lightning.memory.batch_shapes import MOST_STEPS, KnownShapes, bytes_of_tensors, most_demanding
+from lightning_dpx.lightning.memory.batch_shapes import (
+    MOST_STEPS,
+    KnownShapes,
+    bytes_of_tensors,
+    largest_of,
+    most_demanding,
+)
 from tests.conftest import assert_equal, make_trainer
 
 MIB = 2**20
@@ -303,3 +309,11 @@ def test_a_longer_batch_is_planned_for_whatever_holds_its_tensors(sim: Any) -> N
     make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=1).fit(Tower(), batches)
     assert peaks[0] < MIB, "the premise: nothing need be computed again for the first batch"
     assert peaks[2] <= 4 * MIB
+
+
+def test_of_the_batches_of_all_processes_the_largest_are_left() -> None:
+    short, long = ((4, 8),), ((4, 16),)
+    assert largest_of({0: short, 1: long, 2: short, 3: long}) == {1: long}
+    fewer = ((2, 32),)
+    assert largest_of({0: fewer, 2: short, 5: long}) == {0: fewer, 5: long}, "longer with fewer rows is within none"
+    assert not largest_of({})
