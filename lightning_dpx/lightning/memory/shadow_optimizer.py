@@ -49,7 +49,7 @@ def with_shadow_optimizer(
             shadow is on the host.
     """
     # A class of the user's may do anything when it is made.
-    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+    if not is_of_torch(optimizer):
         return None
     trained = trained_by(optimizer)
     if not trained:
@@ -88,6 +88,11 @@ def _set_for_accelerators(options: dict[str, Any], kind: type[Any]) -> None:
         options["capturable"] = False
     if isinstance(rate, torch.Tensor):
         options["lr"] = float(rate)
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Whether it is one of torch's own, and no class of the user's."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def trained_by(optimizer: Any) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ from lightning_dpx.devices import allocated_and_peak, canonical_device, is_host
 from lightning_dpx.lightning.memory.auto_shift import states_of
 from lightning_dpx.lightning.memory.batch_shapes import arrays_in, bytes_of_tensors
 from lightning_dpx.lightning.memory.kept_states import times_kept
-from lightning_dpx.lightning.memory.shadow_optimizer import trained_by
+from lightning_dpx.lightning.memory.shadow_optimizer import is_of_torch, trained_by
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.torch_compat import key_of, tree_leaves
@@ -183,7 +183,12 @@ def _bytes_of_states_on_host(optimizer: Any) -> int:
     tensors: list[torch.Tensor] = []
     for state in optimizer.state.values():
         tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and is_host(leaf.device)]
-    return sum(tensor.nbytes for tensor in tensors)
+    present = sum(tensor.nbytes for tensor in tensors)
+    if is_of_torch(optimizer):
+        return present
+    # One of the user's may hold another one, with states of its own: no less than was guessed for it.
+    known = [one for one in trained_by(optimizer) if one in optimizer.state and is_host(canonical_device(one.device))]
+    return max(present, states_of(optimizer) * sum(parameter.nbytes for parameter in known))
 
 
 def _missing_states(optimizers: Sequence[Any]) -> dict[int, float]:

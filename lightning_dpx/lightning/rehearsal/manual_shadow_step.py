@@ -80,6 +80,8 @@ class ManualSandbox:
                 attributes[key] = copy.copy(value) if type(value) in (list, dict) else value
             # Kept to be put back: the tensors themselves, whose memory the real module shares.
             values = [parameter.data for parameter in shadow.parameters()]
+            # A step that fails between toggle_optimizer and its counterpart leaves them frozen.
+            trained = [parameter.requires_grad for parameter in shadow.parameters()]
             for parameter, value in zip(shadow.parameters(), values, strict=True):
                 parameter.data = value.clone()
                 # As after an earlier step that has not forgotten its gradients; one that does forgets these as well.
@@ -102,5 +104,7 @@ class ManualSandbox:
             with disable_current_modes(), torch.no_grad():
                 for parameter, value in zip(shadow.parameters(), values, strict=True):
                     parameter.data = value
+                for parameter, is_trained in zip(shadow.parameters(), trained, strict=True):
+                    parameter.requires_grad_(is_trained)
                 state.restore()
                 vars(shadow)[_HELD] = optimizers

@@ -1,5 +1,6 @@
 """Steps that are timed, and leave nothing behind."""
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dpx.devices import clock_of, is_host, synchronize
+from lightning_dpx.devices import clock_of, free_garbage, is_host, is_out_of_memory, synchronize
 from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.memory.tracing.communication import CommunicationWatch, has_other_processes
 from lightning_dpx.python_objects.gc_pause import COLLECTOR
@@ -59,6 +60,7 @@ class StepTimer:
         self._alone = alone
         self._is_in_a_row = False
         self._can_follow_itself = True
+        self._has_room = True  # for what several steps leave in cycles
         self.watches: bool = True
         self.communicates: bool = False
         self.queued: float = float("inf")
@@ -79,8 +81,13 @@ class StepTimer:
                     return measure()
                 finally:
                     self._is_in_a_row = False
-        except Exception:  # noqa: BLE001  whatever is wrong with the step itself, it is so again
+        except Exception as error:  # noqa: BLE001  whatever is wrong with the step itself, it is so again
             self._can_follow_itself = False
+            if is_out_of_memory(error):
+                # What steps in a row have left in cycles may be all that did not fit.
+                traceback.clear_frames(error.__traceback__)
+                free_garbage()
+                self._has_room = False
         return measure()
 
     def timed(self, forward: Forward, backward: Backward) -> tuple[float, float]:
@@ -102,7 +109,7 @@ class StepTimer:
             del result
             # What the step has left in cycles would be there beside all of the next one, and small
             # accelerators have no room for that. The host has, and its caches would lose the model.
-            if not is_host(self._device):
+            if not (is_host(self._device) and self._has_room):
                 COLLECTOR.collect_young()
             # Steps in a row are not watched one by one, and tell nothing of writes.
             if not self._is_in_a_row:

@@ -63,6 +63,14 @@ def test_on_the_host_what_is_there_counts_in_place_of_a_guess() -> None:
     assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 3 * 4000}
 
 
+def test_one_that_may_hold_another_counts_no_less_than_was_guessed_for_it() -> None:
+    """As one that climbs first, and leaves the momentum to the optimizer inside of it."""
+    parameters = [nn.Parameter(torch.zeros(1000))]
+    optimizer = Unknown(parameters)
+    optimizer.state[parameters[0]] = {"old": torch.zeros(1000)}
+    assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 2 * 4000}
+
+
 def test_a_shadow_is_made_once() -> None:
     """It takes memory, for which later steps have no room."""
     parameters = [nn.Parameter(torch.zeros(500, 500))]

@@ -104,3 +104,31 @@ def test_what_a_step_leaves_in_cycles_is_not_beside_the_next_one_on_an_accelerat
         StepTimer(sim_device(0), alone).least(forward, lambda _: None)
     assert len(beside) > 1
     assert max(beside) == 0
+
+
+class _Cycle:
+    """Leads to itself, as a graph does that an object keeps."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_without_room_for_what_steps_in_a_row_leave_in_cycles_each_is_cleaned_up_after() -> None:
+    """On the host, where that is left to the next search otherwise."""
+
+    @contextmanager
+    def alone(*, watches: bool) -> Iterator[None]:
+        yield
+
+    left = WeakSet[_Cycle]()
+
+    def forward() -> torch.Tensor:
+        left.add(_Cycle())
+        if len(left) > 2:
+            raise torch.OutOfMemoryError("not enough memory")
+        return torch.ones(1)
+
+    timer = StepTimer(CPU, alone)
+    with COLLECTOR.resting():
+        assert timer.least(forward, lambda result: None)[0] > 0
+        assert len(left) <= 1
