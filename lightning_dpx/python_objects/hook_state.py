@@ -44,16 +44,19 @@ def kept_by_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
         return
     # What an attribute leads to is looked at there, and comes together by its own rules.
     own = ObjectGraph(is_tensor_or_module, _leads_to_run)
-    own.walk(value for child in module.modules() for value in _attributes_of(child))
-    seen = set(own.objects)
+    own.walk(value for child in module.modules() for _, value in _named_attributes_of(child))
+    seen = set(own.objects).union(map(id, module.modules()))
     for hook in hooks:
-        for name, value in _kept_by(hook):
+        for name, value in _kept_by(hook, seen):
             # Numbers are no objects that two hooks could share, though small ones are the same everywhere.
             if type(value) not in ATOMS:
-                if id(value) in seen or _leads_to_run(value) or isinstance(value, nn.Module):
+                if id(value) in seen or _leads_to_run(value):
                     continue
                 seen.add(id(value))
-            yield name, value
+            if isinstance(value, nn.Module):
+                yield from _kept_by_module(name, value, seen)
+            else:
+                yield name, value
 
 
 def _hooks_of(child: nn.Module) -> Iterator[Any]:
@@ -64,11 +67,11 @@ def _hooks_of(child: nn.Module) -> Iterator[Any]:
                 yield hook
 
 
-def _attributes_of(child: nn.Module) -> Iterator[Any]:
-    return (value for key, value in vars(child).items() if key not in _EVERY_MODULE)
+def _named_attributes_of(child: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in vars(child).items() if key not in _EVERY_MODULE)
 
 
-def _kept_by(hook: Any) -> Iterator[tuple[str, Any]]:
+def _kept_by(hook: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """What a hook keeps, by name; of an object whose method it is, or that it is itself, the attributes."""
     while isinstance(hook, functools.partial):
         yield from ((f"{_name_of(hook)}.args[{place}]", value) for place, value in enumerate(hook.args))
@@ -77,9 +80,23 @@ def _kept_by(hook: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{_name_of(hook)}.{key}", value) for key, value in (kept_values(hook) or {}).items())
         return
     owner = getattr(hook, "__self__", hook)
-    if isinstance(owner, nn.Module) or is_library(type(owner)):
-        return
-    yield from ((f"{type(owner).__name__}.{key}", value) for key, value in (own_attributes(owner) or {}).items())
+    name = type(owner).__name__
+    if isinstance(owner, nn.Module):
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            yield from _kept_by_module(name, owner, seen)
+    elif not is_library(type(owner)):
+        yield from ((f"{name}.{key}", value) for key, value in (own_attributes(owner) or {}).items())
+
+
+def _kept_by_module(name: str, module: nn.Module, known: set[int]) -> Iterator[tuple[str, Any]]:
+    """Attributes and buffers of a module that is no part of the user's: a recorder, a metric."""
+    for path, child in module.named_modules(prefix=name):
+        # It may hold the user's module, or parts of it.
+        if child is not module and id(child) in known:
+            continue
+        for key, value in [*_named_attributes_of(child), *child.named_buffers(recurse=False)]:
+            yield f"{path}.{key}", value
 
 
 def _name_of(hook: Any) -> str:

@@ -59,6 +59,15 @@ def test_what_the_module_leads_to_is_left_to_its_own_attributes() -> None:
     assert names(net) == []
 
 
+def test_modules_that_are_no_part_of_it_lead_to_attributes_and_buffers() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    statistics = nn.BatchNorm1d(2)
+    net[0].register_forward_hook(lambda module, args, output: statistics(output))
+    assert {"running_mean", "running_var", "num_batches_tracked", "momentum"} <= set(names(net))
+    net.append(statistics)
+    assert names(net) == []
+
+
 def test_modules_without_hooks_and_parametrized_ones_keep_nothing() -> None:
     assert names(nn.Linear(2, 2)) == []
     assert names(parametrizations.weight_norm(nn.Linear(2, 2))) == []

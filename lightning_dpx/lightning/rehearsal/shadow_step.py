@@ -1,7 +1,7 @@
 """A step on a shadow of the user's module: how the strategy runs it there, and what is seen of it."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from itertools import chain
@@ -33,6 +33,7 @@ from lightning_dpx.lightning.rehearsal.comparison.observation import (
     state_of_hooks,
     state_outside,
 )
+from lightning_dpx.lightning.rehearsal.comparison.relations import Relations
 from lightning_dpx.lightning.rehearsal.hook_reads import HookNames
 from lightning_dpx.lightning.rehearsal.optimizer_copies import with_copied_optimizers
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
@@ -276,6 +277,15 @@ class ShadowStep:
         # A shadow has copies of what its hooks keep, where nothing else leads.
         outside = chain(self.sandbox.surroundings.values(), self._settings(), state_of_hooks(shadow))
         return {**python_state(attributes_of(shadow)), **state_outside(outside)}
+
+    def kept_apart(self, modules: Sequence[Any]) -> set[str]:
+        """Paths of what hooks of some replicas keep otherwise than those of the first one, each for itself."""
+        first, *others = (state_outside(state_of_hooks(module)) for module in modules)
+        relations = Relations(self.tolerance)
+        found: set[str] = set()
+        for other in others:
+            found.update(path for path in first.keys() & other.keys() if not relations.same(first[path], other[path]))
+        return found
 
     def _settings(self) -> Iterable[tuple[str, Any]]:
         """The settings of optimizers that steps share; steps by hand have copies of theirs."""

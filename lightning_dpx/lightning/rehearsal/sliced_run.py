@@ -154,6 +154,7 @@ class SlicedRun:
         seen.logged = {path_of(key): logged_value(*entry) for key, entry in merged_log.entries.items()}
         step.note_writes(writes, session.replicas, training.rules, seen)
         step.finish(seen, final, shadow, training.owner_parameters, training)
+        seen.kept_apart = step.kept_apart([one.replica.module for one in slices])
 
     def _replicas_of(self, shadow: Any) -> Any:
         """Replicas like the real ones: on their devices, cut into as many, shifted alike."""

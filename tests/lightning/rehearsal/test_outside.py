@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
 from tests.conftest import assert_equal, make_loader, make_trainer
@@ -229,6 +230,15 @@ class CountsRows(Recorder):
         self.num_rows += len(output)
 
 
+class UpdatesAMetric(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = MeanMetric()
+
+    def hook(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.largest.update(output.detach().max())
+
+
 class OnlyLoss(Keeps):
     def keep(self, batch: Any, batch_idx: int, loss: float) -> None: ...
 
@@ -257,6 +267,7 @@ def fit_recorded(model: Keeps, **options: Any) -> None:
         (AppendsSums, r"AppendsSums.sums is \+1 items on one device, \+2 items in slices"),
         (KeepsTheLast, "KeepsTheLast.last is of one slice"),
         (CountsRows, "CountsRows.num_rows is"),
+        (UpdatesAMetric, "UpdatesAMetric.largest.mean_value is of one slice"),
     ],
 )
 def test_what_hooks_of_submodules_keep_elsewhere_is_compared(kind: Any, text: str) -> None:

@@ -74,6 +74,7 @@ class Observation:
         read_back: Names of what the step has read of that in the Trainer's metrics, as one device.
         state: Python state and buffers, by path.
         state_before: The same, before the first step of one device.
+        kept_apart: What hooks of slices do not keep alike, by path.
         draws: Its random numbers.
         metric_calls: What metrics were given, by one device.
         appended: What lists got, by one device.
@@ -99,6 +100,7 @@ class Observation:
     read_back: set[str] = field(default_factory=set)
     state: dict[str, Any] = field(default_factory=dict)
     state_before: dict[str, Any] = field(default_factory=dict)
+    kept_apart: set[str] = field(default_factory=set)
     draws: SeenDraws = field(default_factory=SeenDraws)
     metric_calls: CallLog | None = None
     appended: dict[ListPlace, list[Any]] = field(default_factory=dict)
