@@ -1,7 +1,8 @@
-"""Buffers that a step writes for the first time in a later batch: how slices bring them together is not known yet.
+"""What a step writes for the first time in a later batch: how slices bring it together is not known yet.
 
 A flag that is set from the third epoch on, or an average that begins after a warm-up, was a constant when the step was
-checked. The batch runs again whole, as one in which a step draws for the first time, and the next one is checked.
+checked; a list to which every third step appends stayed as it was. The batch runs again whole, as one in which a step
+draws for the first time, and the next one is checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class BuffersWrittenError(RunAgain):
-    """Slices have written buffers for the first time: the step is to run again on the whole batch.
+class FirstWritesError(RunAgain):
+    """Slices have written buffers or lists for the first time: the step is to run again on the whole batch.
 
     Args:
-        buffers: Their names.
+        names: Theirs.
         rules: Of the step.
     """
 
-    def __init__(self, buffers: Sequence[str], rules: MergeRules) -> None:
+    def __init__(self, names: Sequence[str], rules: MergeRules) -> None:
         self._rules = rules
         self._reason = (
-            f"It writes {some_of(buffers)} in this batch, and wrote nothing there when it was checked. Its slices had "
+            f"It writes {some_of(names)} in this batch, and wrote nothing there when it was checked. Its slices had "
             "begun it: what it counts outside of the module, they did as well."
         )
         super().__init__(self._reason)
@@ -55,8 +56,9 @@ def follow_first_writes(
         beginning: What the step has begun with.
 
     Raises:
-        BuffersWrittenError: the step is to run again.
+        FirstWritesError: the step is to run again.
     """
+    _follow_containers(session, rules, beginning)
     written = session.replicas.state.buffers.written([batch_slice.replica for batch_slice in slices])
     if not written:
         return
@@ -64,6 +66,22 @@ def follow_first_writes(
     rules.written_buffers = rules.written_buffers.union(written)
     # In an evaluation nothing is kept that buffers could be put back from.
     if name == "training_step" and beginning.can_begin_again():
-        raise BuffersWrittenError([f"self.{path}" for path in written], rules)
+        raise FirstWritesError([f"self.{path}" for path in written], rules)
     for path in written:
         rules.news.note(f"self.{path}")
+
+
+def _follow_containers(session: "Session", rules: MergeRules, beginning: StepBeginning) -> None:
+    """The same of lists, sets and dicts, which get items of every slice where one device would give them one.
+
+    Raises:
+        FirstWritesError: the step is to run again.
+    """
+    news = rules.news
+    grown = session.replicas.python_state.grown_containers() - news.seen_attributes
+    # What changes unseen again and again is told, and would have many batches run twice.
+    grown -= news.often_unseen(grown)
+    if grown and beginning.can_begin_again():
+        # A step may do so in every so many batches, of which the next one is checked.
+        news.note_changed_by_whole(grown, news.batch)
+        raise FirstWritesError([f"self.{path}" for path in sorted(grown)], rules)

@@ -272,7 +272,13 @@ class PythonState:
         for index, key in self._counterparts.mirrors.changed():
             if not any(modules[index] is module and key == name for module, name in apart):
                 return False
-        return not self._seen.tensors_are_lost
+        return not self._seen.tensors_are_lost and self._containers.can_put_back()
+
+    def grown_containers(self) -> set[str]:
+        """Before :meth:`collect`: the attributes behind which the step has given shared containers items, by path."""
+        if not self._others:
+            return set()
+        return self.unseen.paths_of(self._containers.grown(), self._modules[0])
 
     def put_back(self) -> None:
         """After a step that will run again, instead of :meth:`collect`: what it rebound is what it was.

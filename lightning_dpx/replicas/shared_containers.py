@@ -90,6 +90,14 @@ class SharedContainers:
             if any(map(_has_grown, entries)):
                 yield attribute
 
+    def can_put_back(self) -> bool:
+        """Whether :meth:`put_back` would give all of them what they held: of large ones only lists that have grown."""
+        for attribute, entries in self._watched.items():
+            for (container, mark), content in zip(entries, self._contents[attribute], strict=True):
+                if content is None and not isinstance(container, list) and _mark(container) != mark:
+                    return False
+        return True
+
     def put_back(self) -> None:
         """All hold again what they held; of large ones only the length is known."""
         for attribute, entries in self._watched.items():

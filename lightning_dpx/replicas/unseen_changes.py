@@ -4,7 +4,7 @@ A count of what the first batches have none of, a list that grows now and then: 
 slices come together, so no user may be left to believe that they do.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -64,9 +64,13 @@ class UnseenChanges:
     def end(self, modules: Sequence[nn.Module]) -> None:
         """Tells what was noted, before the next step begins."""
         if self._changed and self._tell is not None:
-            self._tell({self._path(place, name, modules) for place, name in self._changed})
+            self._tell(self.paths_of(self._changed, modules))
         self._tell = None
         self._changed.clear()
+
+    def paths_of(self, attributes: Iterable[tuple[int, str]], modules: Sequence[nn.Module]) -> set[str]:
+        """The paths of attributes of submodules, which are given by their places."""
+        return {self._path(place, name, modules) for place, name in attributes}
 
     def _path(self, place: int, name: str, modules: Sequence[nn.Module]) -> str:
         # Paths are only computed where something has changed, once for one structure.

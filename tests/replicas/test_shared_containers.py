@@ -76,3 +76,18 @@ def test_tensors_of_other_devices_come_home() -> None:
     assert value["pair"][0].device.type == "meta"
     assert value["pair"][1] == 1
     assert value["items"][0].device.type == "cpu", "a step has put it on the host"
+
+
+@pytest.mark.parametrize(("value", "puts_back"), [({1: 1}, True), (dict.fromkeys(range(100)), False)])
+def test_a_large_dict_cannot_be_put_back_once_it_has_changed(value: dict[Any, Any], puts_back: bool) -> None:
+    containers = watched(value)
+    assert containers.can_put_back()
+    value["more"] = 1
+    assert containers.can_put_back() is puts_back
+
+
+def test_a_large_list_that_has_grown_can_be_put_back() -> None:
+    value = list(range(100))
+    containers = watched(value)
+    value.append(1)
+    assert containers.can_put_back()

@@ -86,6 +86,22 @@ class News:
                 stacklevel=2,
             )
 
+    def note_changed_by_whole(self, unseen: Collection[str], batch: int) -> None:
+        """The same of a step that runs again on the whole batch, so that nothing is put together unchecked.
+
+        Args:
+            unseen: Their paths.
+            batch: The number of its batch.
+        """
+        self.unchecked = self.unchecked.union(f"self.{path}" for path in unseen)
+        self.is_pending = True
+        self.last_batch = batch
+        self._times.update(unseen)
+
+    def often_unseen(self, paths: Collection[str]) -> frozenset[str]:
+        """Those of ``paths`` that have changed unseen so often that they were told, or are from now on."""
+        return frozenset(path for path in paths if self._times[path] >= _TOO_OFTEN - 1)
+
     def take(self) -> frozenset[str]:
         """The paths of what is new, which is so once: whatever the next rehearsal sees of it."""
         taken = frozenset(self._paths)

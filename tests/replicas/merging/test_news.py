@@ -60,3 +60,15 @@ def test_an_attribute_that_changes_unseen_time_and_again_is_told_once() -> None:
     news.note_changed({"state"}, 6)
     assert news.take() == {"self.state"}
     assert news.last_batch == 6
+
+
+def test_what_a_whole_batch_has_changed_is_checked_and_not_told() -> None:
+    news = rehearsed("result")
+    for number in range(5):
+        assert not news.often_unseen(["losses"])
+        news.note_changed_by_whole(["losses"], batch=3 + number)
+    assert news.is_pending
+    assert news.last_batch == 7
+    assert news.unchecked == {"self.losses"}
+    assert news.take() == frozenset()
+    assert news.often_unseen(["losses", "others"]) == {"losses"}
