@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_dpx.devices import free_garbage
+from lightning_dpx.devices import free_garbage, is_host
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
 from lightning_dpx.lightning.own_backwards import ADVICE, REASON, OwnBackwardError
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
@@ -406,7 +406,9 @@ class Rehearsal:
         try:
             return self._whole.observe(num_rows)
         except torch.OutOfMemoryError as error:
-            if self._step.saves_on_host:
+            # What is on the host already stays where it is. Worse, autograd would hold such a value of its own through
+            # the hook that hands it back, in a cycle that nothing can see, where the forward fails again.
+            if self._step.saves_on_host or is_host(self._step.replicas.root.device):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold on to what did not fit
         free_garbage()  # as shadows do, in reference cycles

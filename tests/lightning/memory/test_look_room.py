@@ -1,12 +1,15 @@
 """A checked step is looked at again only where a budget has room for the copies that this takes."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.conftest import SIMULATED
+import lightning_dpx as dpx
+from tests.conftest import SIMULATED, make_trainer
 from tests.lightning.memory.test_static import Layers, peaks_of_later_steps
 
 pytestmark = [pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED), pytest.mark.usefixtures("sim")]
@@ -53,3 +56,24 @@ def test_a_step_that_does_more_is_checked_anew_on_no_more_rows_than_a_micro_batc
     peaks = peaks_of_later_steps(DoesMore(), whole, sim, micro_batches=4, memory_budget=budget)
     assert "has done more in the last batch" in caplog.text, "the premise"
     assert max(peaks) <= budget
+
+
+class FillsTheHost(Layers):
+    """Runs out of memory whenever it is rehearsed, after a value that autograd has saved."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = torch.tanh(self.net(batch[0]))
+        if len(batch[0]) == 5:
+            raise torch.OutOfMemoryError("not enough memory")
+        return hidden.square().mean()
+
+
+def test_a_rehearsal_without_room_on_the_host_leaves_nothing_there(caplog: Any) -> None:
+    """To save on the host what is there would only tie it to its own graph."""
+    strategy = dpx.DPXStrategy(micro_batches=2)
+    trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="cpu", devices=1)
+    trainer.fit(FillsTheHost(), DataLoader(TensorDataset(torch.randn(16, 4, 64)), 8))
+    gc.collect()
+    assert "the rehearsal failed with OutOfMemoryError" in caplog.text, "the premise"
+    shapes = [one.shape for one in gc.get_objects() if type(one) is torch.Tensor]
+    assert (5, 4, 64) not in shapes

@@ -444,7 +444,7 @@ def test_a_small_step_by_hand_is_planned_at_once(caplog: Any) -> None:
 
 
 class RunsOutOfMemory(ByHand):
-    """In one run, with its generator frozen by ``toggle_optimizer``, as on a device that profiles nearly fill."""
+    """In one of its runs, with its generator frozen by ``toggle_optimizer``, as on a device that is nearly full."""
 
     runs = 0
     failing = 0
