@@ -28,7 +28,7 @@ from lightning_dpx.python_objects.process_settings import SettingsWatch
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import GeneratorStates, Replica
 from lightning_dpx.replicas.same_draws import SharedParameters
-from lightning_dpx.torch_compat import disable_current_modes, key_of
+from lightning_dpx.torch_compat import key_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,8 +127,7 @@ class Sandbox:
                 trainer.callbacks = []
             if holder is not None:  # submodules that log by themselves
                 holder._results = ResultCollection(training=trainer.training)
-            # What counts operators for the user counts those of the steps that are trained.
-            with warnings.catch_warnings(), disable_current_modes():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the step itself gives the same ones
                 yield
         finally:
