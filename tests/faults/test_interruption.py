@@ -98,7 +98,7 @@ class Stuck(LightningModule):
         blocked = batch_idx == 2 and self.global_rank == self.which and self.phase in ("forward", "backward")
         loss = F.cross_entropy(self(batch[0], self.phase if blocked else ""), batch[1])
         self.log("train_loss", loss)
-        # A step that always writes would run in turns, in the calling thread; and one that has first written there by the
+        # What always writes would run in turns, in the calling thread; and one that has first written there by the
         # end of its forward, which a blocked one has not reached, runs again on the whole batch.
         if blocked and self.phase == "forward":
             self.seen.append(batch_idx)
