@@ -174,7 +174,10 @@ class EarlyBackward:
         ratios = [weight / self._weights[index] for index, weight in weights.items() if self._weights[index]]
         factor = ratios[0] if ratios else 1.0
         if any(not math.isclose(ratio, factor, rel_tol=1e-9) for ratio in ratios):
-            raise ReplicationError("The weights of the micro-batches' losses changed while the step ran.")
+            raise ReplicationError(
+                "The weights of the micro-batches' losses changed while the step ran, by factors of "
+                f"{min(ratios):g} to {max(ratios):g}: let loss_weight give the same for a batch whenever it is asked."
+            )
         # Weights are quotients of rows, whose last digit says nothing.
         if math.isclose(factor, 1.0, rel_tol=1e-12):
             factor = 1.0

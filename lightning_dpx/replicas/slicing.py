@@ -166,7 +166,7 @@ def slice_batch(
     """
     if (size := _size_of_plain_tensors(batch, batch_dim)) is not None and size == sum(sizes):
         return _cut_plain_tensors(batch, sizes, batch_dim)  # type: ignore[arg-type]
-    reading = BatchReading(batch, batch_dim, sum(sizes), loaders)
+    reading = BatchReading(batch, batch_dim, given_rows=sum(sizes), loaders=loaders)
     return _with_gaps(reading.cut([size for size in sizes if size]), sizes)
 
 
@@ -243,7 +243,7 @@ class BatchSlicer:
         if size is not None:
             return CountedBatch(self, batch, size)
         # It is kept, so that the batch is not read a second time when it is cut.
-        reading = BatchReading(batch, self.batch_dim, None, self.loaders)
+        reading = BatchReading(batch, self.batch_dim, loaders=self.loaders)
         return CountedBatch(self, batch, reading.num_rows(), reading)
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -282,7 +282,10 @@ class MemoryPlanning:
         # others are planned for as well.
         self.covered.plan_for(self.devices.steps())
         self.joint_calls.plan_for(decided)
-        for one in decided.values():
+        self._announce(decided.values(), reason)
+
+    def _announce(self, decided: Iterable[DeviceDecision], reason: str) -> None:
+        for one in decided:
             for index, device in enumerate(one.devices):
                 remark = reason + origin(one.worst_step(index).profiles[index], len(one.seen))
                 limit, sharing = self.devices.limits[device]
