@@ -19,6 +19,7 @@ from lightning_dpx.replicas.tensor_checksums import checksums
 _PLAIN = (torch.Tensor, nn.Parameter)
 _OFTEN = 4  # the first steps, before each of which the bits of parameters are looked at
 _SELDOM = 64  # steps between two looks after those
+_SMALL = 2**20  # elements of a tensor that is no parameter
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class _Pair:
     version: int
     address: int
     version_of_copy: int
-    checksum: int | None = None  # of parameters, which are customarily written through .data, without a trace
+    checksum: int | None = None  # where it may be written through .data, without a trace
     is_written_silently: bool = False
 
     def has_changed(self, source: torch.Tensor, copied: torch.Tensor) -> bool:
@@ -61,15 +62,15 @@ class HiddenTensors:
     def add(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Watches more pairs, each of equal values."""
         plain = [pair for pair in pairs if _is_plain(pair[0])]
-        parameters = [source for source, _ in plain if isinstance(source, nn.Parameter)]
-        bits = dict(zip(map(id, parameters), checksums(parameters), strict=True))
+        watched = [source for source, _ in plain if _is_watched(source)]
+        bits = dict(zip(map(id, watched), checksums(watched), strict=True))
         for source, copied in plain:
             pair = _Pair(weakref.ref(source), weakref.ref(copied), 0, 0, 0, bits.get(id(source)))
             pair.note(source, copied)
             self._pairs.append(pair)
 
     def mark_changed(self) -> None:
-        """Before the next step, the bits of all parameters are looked at."""
+        """Before the next step, the bits of parameters and small tensors are looked at."""
         self._looks = True
 
     def follow(self) -> None:
@@ -92,7 +93,7 @@ class HiddenTensors:
                 alive.append((pair, source, copied))
         self._pairs = [pair for pair, _, _ in alive]
         if looks:
-            # Only parameters have a checksum; all other tensors count how often they were written.
+            # Those without a checksum count how often they were written.
             _look([entry for entry in alive if entry[0].checksum is not None])
         for pair, source, copied in alive:
             if pair.version == version_of(source) and pair.address != source.data_ptr():
@@ -102,16 +103,21 @@ class HiddenTensors:
                 pair.note(source, copied)
 
 
-def _look(parameters: Sequence[tuple[_Pair, torch.Tensor, torch.Tensor]]) -> None:
+def _look(watched: Sequence[tuple[_Pair, torch.Tensor, torch.Tensor]]) -> None:
     """Whether the bits of a source are others, though nothing says so: from then on it is always copied.
 
     Those of all are read together: a device is waited for once.
     """
-    now = checksums([source for _, source, _ in parameters])
-    for (pair, source, copied), checksum in zip(parameters, now, strict=True):
+    now = checksums([source for _, source, _ in watched])
+    for (pair, source, copied), checksum in zip(watched, now, strict=True):
         if checksum != pair.checksum and not pair.has_changed(source, copied):
             pair.is_written_silently = True
         pair.checksum = checksum
+
+
+def _is_watched(source: torch.Tensor) -> bool:
+    """Whether its bits are looked at: of parameters always, and of a large data set, say, never."""
+    return isinstance(source, nn.Parameter) or source.numel() <= _SMALL
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -350,7 +350,23 @@ class MadeLate(KeepsATeacher):
         self.hidden = [copy.deepcopy(self.net)]
 
 
-@pytest.mark.parametrize("kind", [KeepsATeacher, AveragesSilently, MadeLate])
+class ScalesSilently(KeepsATeacher):
+    """Writes an attribute, and a tensor in a dict, through ``.data``, which nothing counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.ones(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.temperature.to(self.device).mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.temperature.data.mul_(0.8)
+        self.scales["loss"].data.mul_(0.9)
+        self.average()
+
+
+@pytest.mark.parametrize("kind", [KeepsATeacher, AveragesSilently, MadeLate, ScalesSilently])
 def test_a_teacher_in_a_list_and_tensors_in_a_dict_are_followed(kind: type[Classifier], execution: str) -> None:
     ours = fitted(kind, strategy=dpx.DPXStrategy(execution=execution), devices=3)
     one = fitted(kind)

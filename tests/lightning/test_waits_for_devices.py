@@ -107,6 +107,23 @@ class Measures(Plain):
         return loss
 
 
+class Collects(Plain):
+    """Keeps outputs for the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.register_buffer("queue", torch.zeros(4, 3))
+        self.scale = torch.ones(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0]) * self.scale.to(batch[0].device)
+        self.outputs.append(logits.detach())
+        self.by_name["last"] = logits.detach()
+        return F.cross_entropy(logits, batch[1])
+
+
 class Averages(Plain):
     """Has a teacher that follows after each batch."""
 
@@ -136,7 +153,7 @@ def _reads_of(make: Callable[[], Classifier], **options: Any) -> int:
 
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 2}], ids=["devices", "slices"])
-@pytest.mark.parametrize("make", [Plain, ByHand, Logs, Counts, Measures, Averages])
+@pytest.mark.parametrize("make", [Plain, ByHand, Logs, Counts, Measures, Collects, Averages])
 def test_a_steady_step_waits_for_its_devices_as_often_as_one_device(
     sim: Any, make: Callable[[], Classifier], options: dict[str, Any]
 ) -> None:

@@ -22,10 +22,13 @@ def give_other_memory(source: torch.Tensor) -> None:
     source.data = source.data + 1
 
 
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
 @pytest.mark.parametrize("write", [add_in_place, write_silently, give_other_memory])
-def test_a_parameter_that_is_written_between_steps_is_followed(write: Callable[[torch.Tensor], None]) -> None:
-    source = nn.Parameter(torch.zeros(3))
-    copied = nn.Parameter(torch.zeros(3))
+def test_a_tensor_that_is_written_between_steps_is_followed(
+    write: Callable[[torch.Tensor], None], kind: type[torch.Tensor]
+) -> None:
+    source = kind(torch.zeros(3))
+    copied = kind(torch.zeros(3))
     hidden = HiddenTensors([(source, copied)])
     for step in range(1, 12):  # more steps than those before each of which the bits are looked at
         write(source)
