@@ -74,7 +74,7 @@ class GroupGradients:
                 parameter.requires_grad_(True)
 
     @contextmanager
-    def of_a_backward(self) -> Iterator[None]:
+    def of_a_backward(self) -> Iterator[ParameterHookCalls]:
         """A backward and its :meth:`reduce`; an error leaves nothing of it on the module."""
         accumulated: dict[nn.Parameter, torch.Tensor | None] = {}
         for name, parameter in self._set.root.module.named_parameters():
@@ -89,16 +89,12 @@ class GroupGradients:
         hooks = ParameterHookCalls(self._set.replicas)
         try:
             with hooks.held_back():
-                yield
-            hooks.change_gradients()
+                yield hooks
         except BaseException:
             self._forget_summed()
-            for parameter, grad in accumulated.items():
-                parameter.grad = grad
+            _put_back(accumulated)
             raise
-        for parameter, grad in accumulated.items():
-            parameter.grad = _sum_of(grad, parameter.grad)
-        hooks.call_after()
+        _accumulate(accumulated, hooks)
 
     def _forget_summed(self) -> None:
         # Left there they would be added once more in the next step.
@@ -119,6 +115,36 @@ class GroupGradients:
         self._forget_summed()
         for parameter, grad in zip(columns[0], summed, strict=True):
             parameter.grad = grad
+
+
+def _put_back(accumulated: Mapping[nn.Parameter, torch.Tensor | None]) -> None:
+    for parameter, grad in accumulated.items():
+        parameter.grad = grad
+
+
+def _accumulate(accumulated: Mapping[nn.Parameter, torch.Tensor | None], hooks: ParameterHookCalls) -> None:
+    """Adds the gradients of this step to those of earlier ones; an error of a hook leaves these as they were."""
+    # What no row has used has no gradient, and its hooks are not called.
+    hooked = {parameter: parameter.grad for parameter in accumulated if hooks.are_on(parameter)}
+    sums = {parameter: grad for parameter, grad in hooked.items() if grad is not None and parameter.requires_grad}
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    for earlier in accumulated.values() if sums else ():
+        # They are written in place, and the hooks come after that.
+        if earlier is not None:
+            copies[earlier] = earlier.clone()
+    for parameter, earlier in accumulated.items():
+        # Autograd itself adds up where it calls hooks.
+        parameter.grad = earlier if parameter in sums else _sum_of(earlier, parameter.grad)
+    if not sums:
+        return
+    try:
+        hooks.accumulate(sums)
+    except BaseException:
+        with torch.no_grad():
+            for earlier, copy in copies.items():
+                earlier.copy_(copy)
+        _put_back(accumulated)
+        raise
 
 
 @torch.no_grad()

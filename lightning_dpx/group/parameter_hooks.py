@@ -3,11 +3,12 @@
 A replica has the gradient of its slice, and what a hook makes of a part (a bound, a norm) is not a part of what it
 makes of the whole.
 
-    held back --> backward of each replica --> sum --> hooks of gradients --> accumulated --> hooks after that
+    held back --> backward of each replica --> sum --> a backward from the parameters alone, which calls the hooks
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.replicas import Replica
 from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
 
-_Hooks = dict[nn.Parameter, list[Callable[..., Any]]]
+_Held = tuple[MutableMapping[int, Any], dict[int, Any]]  # a dict of hooks, and what was taken from it
 
 
 class ParameterHookCalls:
@@ -30,52 +31,64 @@ class ParameterHookCalls:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         # One replica has all rows, and autograd calls its hooks at the right moment.
         self._replicas = replicas if len(replicas) > 1 else ()
-        self._of_gradients: _Hooks = {}
-        self._after: _Hooks = {}
-        for replica in self._replicas[:1]:
-            for parameter in replica.parameters:
-                self._of_gradients[parameter] = list(_users_own(backward_hooks_of(parameter)).values())
-                self._after[parameter] = list(_users_own(post_accumulate_hooks_of(parameter)).values())
+        self._held: dict[int, _Held] = {}
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """A backward in which autograd calls none of them."""
-        taken: list[tuple[MutableMapping[int, Any], dict[int, Any]]] = []
-        for replica in self._replicas:
-            for parameter in replica.parameters:
-                for hooks in (backward_hooks_of(parameter), post_accumulate_hooks_of(parameter)):
-                    if hooks:
-                        taken.append((hooks, dict(hooks)))
-                        # In place, as autograd holds the dict itself.
-                        for number in _users_own(hooks):
-                            del hooks[number]
         try:
+            for replica in self._replicas:
+                self.hold(replica)
             yield
         finally:
-            # Micro-batches of one device have the same parameters, of which the first look saw all hooks.
-            for hooks, before in reversed(taken):
-                hooks.clear()
-                hooks.update(before)
+            _give_back(self._held)
 
-    @torch.no_grad()
-    def change_gradients(self) -> None:
-        """Calls the hooks of gradients with the sums, which become what they return."""
-        for parameter, hooks in self._of_gradients.items():
-            for hook in hooks:
-                # A parameter that no row has used gets no gradient, and its hooks are not called.
-                if parameter.grad is not None:
-                    changed = hook(parameter.grad)
-                    parameter.grad = parameter.grad if changed is None else changed
+    def hold(self, replica: Replica) -> None:
+        """Once more before a replica's backward: its forward may have put hooks on its parameters since."""
+        if self._replicas:
+            _take(self._held, replica.parameters, _is_users)
 
-    @torch.no_grad()
-    def call_after(self) -> None:
-        """Calls the hooks that follow once a gradient is accumulated."""
-        for parameter, hooks in self._after.items():
-            for hook in hooks:
-                if parameter.grad is not None:
-                    hook(parameter)
+    def are_on(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` of the user's module has hooks that are to be called with the sum."""
+        if not self._replicas:
+            return False
+        held = chain(
+            (backward_hooks_of(parameter) or {}).values(), (post_accumulate_hooks_of(parameter) or {}).values()
+        )
+        return any(map(_is_users, held))
+
+    def accumulate(self, sums: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Adds the sums to the gradients of these parameters, as autograd does it, with all of their hooks."""
+        # Those of a plan or a shift have had the backward of each replica.
+        ours: dict[int, _Held] = {}
+        _take(ours, list(sums), is_ours)
+        try:
+            # In a backward, and in one for all, as hooks ask for that: a hook of several gradients, a final callback.
+            torch.autograd.backward(list(sums), list(sums.values()))
+        finally:
+            _give_back(ours)
 
 
-def _users_own(hooks: "MutableMapping[int, Any] | None") -> dict[int, Any]:
-    """By number, without those of a plan or a shift."""
-    return {number: hook for number, hook in (hooks or {}).items() if not is_ours(hook)}
+def _is_users(hook: Any) -> bool:
+    return not is_ours(hook)
+
+
+def _take(held: dict[int, _Held], parameters: Sequence[nn.Parameter], wanted: Callable[[Any], bool]) -> None:
+    """Takes hooks off; what micro-batches of one device share is met again, without those that are taken."""
+    for parameter in parameters:
+        for hooks in (backward_hooks_of(parameter), post_accumulate_hooks_of(parameter)):
+            if not hooks:
+                continue
+            _, taken = held.setdefault(id(hooks), (hooks, {}))
+            for number in [number for number, hook in hooks.items() if wanted(hook)]:
+                # In place, as autograd holds the dict itself.
+                taken[number] = hooks.pop(number)
+
+
+def _give_back(held: dict[int, _Held]) -> None:
+    for hooks, taken in held.values():
+        # Torch counts all hooks, so that by number they are in the order in which they were put on.
+        in_order = sorted({**taken, **hooks}.items(), key=lambda item: item[0])
+        hooks.clear()
+        hooks.update(in_order)
+    held.clear()

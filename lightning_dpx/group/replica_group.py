@@ -27,6 +27,7 @@ from lightning_dpx.group.inputs import by_name, call_module, gradients_by_input,
 from lightning_dpx.group.named_values import copied_parameters, mean_buffers, write_by_name
 from lightning_dpx.group.output_monitors import OutputMonitors
 from lightning_dpx.group.outputs import merge_outputs, shapes_of_outputs, update_metric
+from lightning_dpx.group.parameter_hooks import ParameterHookCalls
 from lightning_dpx.group.shared_parameters import adopt_buffers, adopt_parameters, parameters_by_replica
 from lightning_dpx.python_objects.overrides import preserve_modes
 from lightning_dpx.reducers import GradientReducer, make_reducer
@@ -257,11 +258,12 @@ class ReplicaGroup:
 
             def run_both(batch_slice: BatchSlice) -> Any:
                 output = self._run_module(batch_slice)
+                hooks.hold(batch_slice.replica)
                 walked.append(grads.walk(output, rows[batch_slice.replica.index]))
                 # Its graph has had its backward, and would hold the next micro-batch's memory back.
                 return map_result(torch.Tensor.detach, output)
 
-            with self._summed_gradients():
+            with self._summed_gradients() as hooks:
                 self._end(self._set.run("forward", self._slices, run_both))
                 _check_walked(walked)
 
@@ -365,9 +367,9 @@ class ReplicaGroup:
         # Before the gradients of the last step are gone.
         for index, output in outputs.items():
             grads.check(output, rows[index])
-        with self._summed_gradients():
+        with self._summed_gradients() as hooks:
             if self._two_passes is not None:
-                walked = self._run_again(self._two_passes, grads)
+                walked = self._run_again(self._two_passes, grads, hooks)
             else:
                 walked = self._set.run(
                     "backward",
@@ -376,9 +378,15 @@ class ReplicaGroup:
                 )
             _check_walked(walked)
 
-    def _run_again(self, two_passes: TwoPasses, grads: OutputGradients) -> list[bool]:
+    def _run_again(self, two_passes: TwoPasses, grads: OutputGradients, hooks: ParameterHookCalls) -> list[bool]:
         """The second forward of every micro-batch, with its backward; monitors have seen the first."""
         walked: list[bool] = []
+
+        def walk(batch_slice: BatchSlice) -> None:
+            output = self._run_module(batch_slice)
+            hooks.hold(batch_slice.replica)
+            walked.append(grads.walk(output, rows[batch_slice.replica.index]))
+
         rows = self._rows_by_replica()
         modules = self._set.root.modules
         self._monitors.are_silent = True
@@ -387,10 +395,7 @@ class ReplicaGroup:
                 # As in the first forward, whatever the module is set to by now.
                 for module, mode in zip(modules, self._modes, strict=True):
                     module.training = mode
-                two_passes.second(
-                    self._slices,
-                    lambda one: walked.append(grads.walk(self._run_module(one), rows[one.replica.index])),
-                )
+                two_passes.second(self._slices, walk)
         finally:
             self._monitors.are_silent = False
         return walked
@@ -418,11 +423,14 @@ class ReplicaGroup:
         return batches
 
     @contextmanager
-    def _summed_gradients(self) -> Iterator[None]:
+    def _summed_gradients(self) -> Iterator[ParameterHookCalls]:
         """A backward, whose gradients are then summed into the module; an error leaves nothing of it there."""
         # An error of the reducer undoes the gradients of the inputs as well.
-        with self._gradients.of_a_backward(), self._input_gradients.of_a_backward(self._batches_by_replica()):
-            yield
+        with (
+            self._gradients.of_a_backward() as hooks,
+            self._input_gradients.of_a_backward(self._batches_by_replica()),
+        ):
+            yield hooks
             self._gradients.reduce()
 
     def outputs(self) -> list[Any]:
