@@ -89,7 +89,7 @@ def _compiled_methods(module: nn.Module) -> list[tuple[str, Any]]:
     if isinstance(module, OptimizedModule):
         return []
     own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
-    return [(name, value) for name, value in own if callable(value) and is_compiled_function(value)]
+    return [(name, value) for name, value in own if callable(value) and _is_marked(value)]
 
 
 def _compiled_functions(kind: type) -> Iterator[tuple[str, Any]]:
@@ -98,9 +98,9 @@ def _compiled_functions(kind: type) -> Iterator[tuple[str, Any]]:
         for name, function in _suspects_of(base):
             # A class that a function defines calls what that function has made.
             held = contents_of(function) if isinstance(function, FunctionType) else []
-            yield from ((name, each) for each in [function, *held] if is_compiled_function(each))
+            yield from ((name, each) for each in [function, *held] if _is_marked(each))
     for namespace, names in globals_of(kind):
-        yield from ((name, namespace[name]) for name in names if is_compiled_function(namespace.get(name)))
+        yield from ((name, namespace[name]) for name in names if _is_marked(namespace.get(name)))
 
 
 def _suspects_of(base: type) -> list[tuple[str, Any]]:
@@ -131,8 +131,7 @@ def _is_plain_method(value: Any) -> bool:
     return isinstance(value, FunctionType) and not vars(value) and value.__code__.co_freevars in ((), ("__class__",))
 
 
-def is_compiled_function(value: Any) -> bool:
-    """Whether ``torch.compile`` has made ``value``, whose attributes are torch's own then."""
+def _is_marked(value: Any) -> bool:
     # A bound method has the attributes of its function. A class may answer, or raise, whatever it is asked.
     held = own_attributes(value.__func__ if isinstance(value, MethodType) else value)
     return held is not None and _MARK in held and not held.get(_LEFT_ALONE)

@@ -27,6 +27,7 @@ from lightning_dpx.python_objects.reachable import (
     places_of_code,
     reachable,
 )
+from lightning_dpx.replicas.caller_context import watching_modes
 from lightning_dpx.torch_compat import version_counter
 from lightning_dpx.units import MIB
 
@@ -260,6 +261,11 @@ class Surroundings:
         objects = {**self._objects, **hooks}
         near = ObjectState((), follow_code=False, copies=True, objects=objects, only_own=True, most=_MOST_NEAR)
         self._reached = [Reached(of_code, module), Reached(near, module)]
+        # Rehearsals run under them, as they may change what operators return; but a counter of operators counts those
+        # of the steps that are trained. Slices call more of them than one device does, which is no fault of a step.
+        modes = {f"mode {place}": mode for place, mode in enumerate(watching_modes())}
+        of_modes = ObjectState((), follow_code=False, copies=True, objects=modes, most=_MOST_NEAR)
+        self._modes = Reached(of_modes, module)
 
     def restore(self) -> None:
         """All of it is what it was."""
@@ -272,6 +278,11 @@ class Surroundings:
             space.restore()
         for reached in self._reached:
             reached.restore()
+        self.restore_modes()
+
+    def restore_modes(self) -> None:
+        """What modes have noted is what it was."""
+        self._modes.restore()
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""

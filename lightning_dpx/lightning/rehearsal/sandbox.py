@@ -139,6 +139,8 @@ class Sandbox:
             flags.restore()
             self._shared.restore()
             self._start.restore()
+            # Last, as they have seen all that was put back.
+            self.surroundings.restore_modes()
 
     @contextmanager
     def run(self, shadow: nn.Module, *, other_draws: bool = False) -> Iterator[None]:

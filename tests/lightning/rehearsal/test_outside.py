@@ -10,11 +10,13 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
 import lightning_dpx as dpx
-from tests.conftest import assert_equal, make_loader, make_trainer
+from tests.conftest import Classifier, assert_equal, make_loader, make_trainer
 
 LOSSES: list[tuple[int, float]] = []
 BY_BATCH: dict[int, list[float]] = {}
@@ -312,3 +314,58 @@ def test_a_rehearsal_leaves_nothing_in_what_hooks_of_all_modules_have_captured()
     finally:
         handle.remove()
     assert len(sums) == 6
+
+
+class RoundsOperators(TorchDispatchMode):
+    """To steps of the largest number of a result, which differs from slice to slice."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.default:
+            step = result.abs().max() / 3
+            return torch.round(result / step) * step
+        return result
+
+
+class RoundsFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is F.linear:
+            step = result.detach().abs().max() / 3
+            return result + (torch.round(result / step) * step - result).detach()
+        return result
+
+
+class CountsLinear(TorchFunctionMode):
+    """Keeps its count in three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.by_name: dict[str, list[int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self.number += 1
+            self.by_name.setdefault("linear", []).append(1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [RoundsOperators, RoundsFunctions])
+def test_a_mode_that_changes_what_operators_return_is_in_rehearsals(mode: type[Any]) -> None:
+    """Without it slices did what one device does, in the rehearsal alone."""
+    strategy = dpx.DPXStrategy(execution="threads")
+    trainer = make_trainer(devices=2, max_epochs=1, limit_val_batches=0, strategy=strategy)
+    with mode(), pytest.warns(UserWarning, match="is not what it is on one device: the loss is"):
+        trainer.fit(Classifier(), make_loader(), make_loader())
+
+
+def test_a_mode_counts_the_steps_that_are_trained() -> None:
+    """What rehearsals run came to it, half as much again."""
+    counted = CountsLinear()
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+    strategy = dpx.DPXStrategy(execution="threads")
+    with counted:
+        make_trainer(devices=2, strategy=strategy, **options).fit(Classifier(), make_loader(), make_loader())
+    # Two linear layers, called twice in each step by each of two replicas.
+    assert (counted.number, len(counted.by_name["linear"])) == (16, 16)

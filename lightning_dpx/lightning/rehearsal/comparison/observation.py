@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -15,7 +16,6 @@ from lightning_dpx.lightning.lightning_compat import states_of
 from lightning_dpx.lightning.metrics.metrics import CallLog
 from lightning_dpx.lightning.new_replicas import private_attributes
 from lightning_dpx.lightning.rehearsal.hook_reads import HookReads
-from lightning_dpx.python_objects.compiled import is_compiled_function
 from lightning_dpx.python_objects.hook_state import kept_by_hooks
 from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, pairs_of, size_of
@@ -23,7 +23,7 @@ from lightning_dpx.python_objects.origin import is_installed, package_of, runs_s
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import ListPlace, StepDraws
 from lightning_dpx.replicas.hidden_arrays import arrays_of_hidden
-from lightning_dpx.torch_compat import OptimizedModule
+from lightning_dpx.torch_compat import OptimizedModule, TorchDispatchMode
 
 OUTSIDE_TORCH = "a generator of Python or NumPy"  # among what drew numbers that could not be made equal
 LEFT = "@left"  # ends the name of a gradient that a step by hand leaves to later ones
@@ -200,8 +200,8 @@ class _Freezer:
         # Lightning and this package lead to all of a run, such as by a Trainer.
         if runs_steps(type(value)) or package_of(type(value).__module__) in ("torch", "torchmetrics"):
             return type(value).__name__
-        # Torch numbers compiled functions by their addresses, which differ from copy to copy.
-        kept = None if is_compiled_function(value) else kept_values(value)
+        # A mode that counts operators counts more of those of slices, and only the user reads what it notes.
+        kept = None if isinstance(value, TorchFunctionMode | TorchDispatchMode) else kept_values(value)
         if kept is None:
             return type(value).__name__
         return self._named(kept.items(), depth)
