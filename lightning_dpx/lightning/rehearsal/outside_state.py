@@ -264,8 +264,13 @@ class Surroundings:
         # Rehearsals run under them, as they may change what operators return; but a counter of operators counts those
         # of the steps that are trained. Slices call more of them than one device does, which is no fault of a step.
         modes = {f"mode {place}": mode for place, mode in enumerate(watching_modes())}
-        of_modes = ObjectState((), follow_code=False, copies=True, objects=modes, most=_MOST_NEAR)
-        self._modes = Reached(of_modes, module)
+        self._modes: list[Reached] = []
+        for path, mode in modes.items():
+            # Behind one of the user's may be all that a trainer has; one of a library keeps its notes in objects of it.
+            only_own = not is_library(type(mode))
+            held = {path: mode}
+            state = ObjectState((), follow_code=False, copies=True, objects=held, only_own=only_own, most=_MOST_NEAR)
+            self._modes.append(Reached(state, module))
 
     def restore(self) -> None:
         """All of it is what it was."""
@@ -282,7 +287,8 @@ class Surroundings:
 
     def restore_modes(self) -> None:
         """What modes have noted is what it was."""
-        self._modes.restore()
+        for reached in self._modes:
+            reached.restore()
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Names and values as they are now."""
