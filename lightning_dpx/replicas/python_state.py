@@ -229,7 +229,7 @@ class PythonState:
         # On one device the other replica can use the tensors as they are.
         if self._containers.home is not None and self._begun:
             self._counterparts.forget()
-            self._send_new_containers()
+            self._send_new_containers(in_step=True)
             if self.hooks.are_outdated:
                 self.hooks.follow()
 
@@ -293,8 +293,12 @@ class PythonState:
 
     # ---- what is shared, and what is mirrored ----
 
-    def _send_new_containers(self) -> None:
-        """Attributes with a shared container that has changed are looked at again: it may hold tensors now."""
+    def _send_new_containers(self, *, in_step: bool = False) -> None:
+        """Attributes with a shared container that has changed are looked at again: it may hold tensors now.
+
+        Args:
+            in_step: What they held before the step stays known, to which they may be put back.
+        """
         for index, key in self._containers.changed():
             value = vars(self._modules[0][index]).get(key, _MISSING)
             if value is _MISSING:
@@ -302,7 +306,7 @@ class PythonState:
             # Only where a tensor has come is the attribute mirrored; other changes are seen by all.
             if self._containers.lead_to_tensors((index, key), value):
                 self._send(index, key, value)
-            else:
+            elif not in_step:
                 self._containers.watch((index, key), value)
 
     def _pair(self, attribute: tuple[int, str], replica: int, source: Any, copied: Any) -> None:

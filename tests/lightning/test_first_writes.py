@@ -76,3 +76,26 @@ def test_a_buffer_that_is_written_for_the_first_time_is_written_by_the_whole_bat
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_a_buffer_may_be_written_in_another_way_from_some_epoch_on(way: str) -> None:
     assert_equal(buffers_of(by_epoch, **WAYS[way]), buffers_of(by_epoch, devices=1, accelerator="cpu"))
+
+
+class KeepsIndices(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.kept.append(self.current_epoch)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("accelerator", ["cpu", "sim"])
+def test_a_list_gets_an_item_of_a_batch_each_time_that_one_runs_again(sim: Any, way: str, accelerator: str) -> None:
+    """Where replicas take turns on several devices, items of the slices were left in it: [0, 0, 0, 1, ...]."""
+    model = KeepsIndices()
+    loader = make_loader(24, 6)
+    options = {**WAYS[way], "accelerator": accelerator}
+    with pytest.warns(UserWarning, match=WRITES):
+        make_trainer(max_epochs=3, **options).fit(model, loader, loader)
+    assert model.kept == [0, 1, 2]
