@@ -47,7 +47,7 @@ from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
-from lightning_dpx.torch_compat import disable_current_modes, is_refused_by_modes
+from lightning_dpx.torch_compat import is_refused_by_modes
 
 NOT_ALIKE = "they are not what one device gives: "
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
@@ -195,8 +195,7 @@ class Rehearsal:
         self._visited(self._on_real_rows)
 
     def _visited(self, look: Callable[[], Outcome]) -> Outcome:
-        # What counts operators for the user counts those of the steps that are trained.
-        with disable_current_modes(), self._step.sandbox.opened(calls_hooks=self._step.by_hand):
+        with self._step.sandbox.opened(calls_hooks=self._step.by_hand):
             try:
                 outcome = look()
                 self._check_iterators()
