@@ -5,7 +5,7 @@ parameters, so bytes and time grow as these do.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ class ShadowOptimizer:
     Attributes:
         optimizer: The shadow.
         scale: By how much the parameters of the optimizer itself are larger.
+        parts: Each of the shadow's parameters, and the one of the optimizer itself that it is a part of.
     """
 
     optimizer: Any
     scale: float
+    parts: Sequence[tuple[nn.Parameter, nn.Parameter]]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -40,7 +42,7 @@ class ShadowOptimizer:
 def with_shadow_optimizer(
     optimizer: Any, measure: Callable[[ShadowOptimizer], float], *, elsewhere: bool = False
 ) -> float | None:
-    """What ``measure`` finds on a shadow, scaled to the optimizer itself; ``None`` where there can be none.
+    """What ``measure`` finds on a shadow; ``None`` where there can be none.
 
     Args:
         optimizer: Of torch; what others do when they are made is not known.
@@ -56,20 +58,20 @@ def with_shadow_optimizer(
         return None
     divisor = max(1, sum(parameter.numel() for parameter in trained) // _ELEMENTS)
     groups = []
-    small: list[nn.Parameter] = []
+    parts: list[tuple[nn.Parameter, nn.Parameter]] = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         if elsewhere:
             _set_for_accelerators(options, type(optimizer))
-        mine = [_part_of(parameter, divisor) for parameter in group["params"] if parameter.requires_grad]
+        mine = [(_part_of(parameter, divisor), parameter) for parameter in group["params"] if parameter.requires_grad]
         if mine:
-            groups.append({"params": mine, **options})
-        small += mine
-    scale: float = sum(parameter.nbytes for parameter in trained) / sum(parameter.nbytes for parameter in small)
+            groups.append({"params": [part for part, _ in mine], **options})
+        parts += mine
+    scale: float = sum(parameter.nbytes for parameter in trained) / sum(part.nbytes for part, _ in parts)
     try:
-        shadow = ShadowOptimizer(type(optimizer)(groups), scale)
+        shadow = ShadowOptimizer(type(optimizer)(groups), scale, parts)
         shadow.step()
-        return measure(shadow) * scale
+        return measure(shadow)
     except Exception:  # noqa: BLE001  such as one that takes its step with a closure only
         return None
 
@@ -105,8 +107,10 @@ def _part_of(parameter: nn.Parameter, divisor: int) -> nn.Parameter:
     """A parameter of a part of the rows, with a gradient; where there are too few rows, of a part of the columns."""
     shape = []
     for size in parameter.shape:
-        shape.append(min(size, max(1, size // divisor)))
-        divisor = max(1, divisor // max(1, size))
+        # Two at the least: a sum over rows has one, and is to be told from what has all of them.
+        few = min(size, max(2, size // divisor))
+        divisor = max(1, divisor * few // max(1, size))
+        shape.append(few)
     part = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device="cpu"))
     part.grad = torch.ones_like(part)
     return part

@@ -175,7 +175,7 @@ def _seconds_of_step(optimizer: Any, rates: Rates) -> float:
     def seconds(shadow: ShadowOptimizer) -> float:
         with OperatorSeconds(moving) as found:
             shadow.step()
-        return float(found.seconds)
+        return float(found.seconds) * shadow.scale
 
     measured = with_shadow_optimizer(optimizer, seconds, elsewhere=True)
     if measured is not None:

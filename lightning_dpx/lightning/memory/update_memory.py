@@ -26,11 +26,11 @@ def _is_on_host(optimizer: Any) -> bool:
 
 
 def _taken(shadow: ShadowOptimizer) -> float:
-    """Bytes that come and go in a step of a shadow."""
+    """Bytes that come and go in a step of the optimizer that a shadow is of."""
     account = HostAccount()
     started = account.start()
     try:
         shadow.step()
     finally:
         taken = account.stop(started)
-    return taken.most
+    return taken.most * shadow.scale

@@ -43,6 +43,30 @@ def test_it_is_what_is_there_after_it(make: Callable[..., torch.optim.Optimizer]
     assert before == pytest.approx(kept / sum(one.nbytes for one in parameters), abs=0.01)
 
 
+def test_sums_over_rows_do_not_grow_with_a_parameter() -> None:
+    """A shadow of hundreds of megabytes has few rows of each parameter, beside which a sum over them is long."""
+    parameters = [nn.Parameter(torch.empty(4096, 2048, device="meta")) for _ in range(40)]
+    assert times_kept(torch.optim.Adafactor(parameters)) == pytest.approx((4096 + 2048) / (4096 * 2048))
+
+
+def test_capturable_steps_keep_what_others_do() -> None:
+    """The host, where shadows are, has none."""
+    parameters = [nn.Parameter(torch.empty(64, 64, device="meta"))]
+    assert times_kept(torch.optim.ASGD(parameters, capturable=True)) == 1
+
+
+def test_one_that_says_which_others_equal_it_is_asked_like_any_other() -> None:
+    class Equal(torch.optim.SGD):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+    parameters = [nn.Parameter(torch.zeros(10))]
+    assert times_kept(Equal(parameters, lr=0.1)) == 0
+    assert times_kept(Equal(parameters, lr=0.1, momentum=0.9)) == 1
+
+
 def test_each_of_several_optimizers_keeps_its_own() -> None:
     first, second = (nn.Parameter(torch.zeros(1000)) for _ in range(2))
     optimizers = [torch.optim.Adam([first]), torch.optim.SGD([second], lr=0.1)]
