@@ -1,6 +1,7 @@
 """What leads to a target: through containers, slots, closures and weak references, up to what is shared."""
 
 import functools
+import gc
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_dpx.python_objects.object_graph import (
     ObjectGraph,
     children_of_object,
     content_of,
+    is_tensor_or_module,
     items_of,
     pairs_of,
     size_of,
@@ -78,6 +80,21 @@ class Rows(list[int]):
         raise AssertionError("asked")
 
     __len__ = __iter__
+
+
+def test_data_is_left_out_where_nothing_in_it_can_be_a_target() -> None:
+    """A vocabulary of 200,000 pairs would be walked at every look at a module."""
+    target = torch.zeros(1)
+    words: list[Any] = [(number, f"word{number}") for number in range(100)]
+    held = {"words": words, "ids": [[number] for number in range(100)], "mixed": [(1, [2, {"deep": (target,)}])]}
+    gc.collect()  # tracks tuples no longer in which it has found nothing
+    found = []
+    for skips_data in (False, True):
+        graph = ObjectGraph(is_tensor_or_module, skips_data=skips_data)
+        graph.walk([held])
+        found.append(graph)
+    assert all(id(target) in graph.leading() for graph in found)
+    assert [len(graph.objects) > 100 for graph in found] == [True, False]
 
 
 def test_containers_are_read_past_their_own_methods() -> None:

@@ -28,6 +28,7 @@ def copied_tensors(module: nn.Module, keep: Sequence[object] = ()) -> list[torch
         lambda value: _ends_walk(value, kept, structure),
         # A teacher in a list, say, is copied with all that it has.
         lambda value: isinstance(value, nn.Module),
+        skips_data=True,
     )
     graph.walk(chain.from_iterable(map(attribute_values, children)))
     return [value for key, value in graph.objects.items() if key not in structure and _has_memory(value)]
