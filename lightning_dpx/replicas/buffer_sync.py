@@ -1,6 +1,7 @@
 """Keeps the buffers of the replicas equal to replica 0's, and brings together what a step wrote into them."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -19,7 +20,8 @@ ChooseBufferRule = Callable[[str, Callable[[BufferRule], torch.Tensor | None]], 
 # What is compared for every buffer in every step: mapped, not looped over.
 _DTYPE = operator.attrgetter("dtype")
 _SHAPE = operator.attrgetter("shape")
-_PIECE = 2**16  # numbers of a buffer that are brought together at a time
+_PIECE = 2**16  # numbers of a buffer that are brought together at a time, at the least
+_MOST_PIECES = 64  # each starts operators of its own, which an accelerator is through with before the next one comes
 
 
 class _BufferCandidates:
@@ -83,6 +85,8 @@ class _BufferCandidates:
         """The buffer of the first device becomes what the rule makes of it, if that makes sense."""
         # A mean or a sum is there beside all that it is made of, and twice while it is computed: a memory of many MiB
         # would take three times that beside what a budget has planned for. All rules go number by number.
+        if rule == "first" and self._column[0] is self.owned:
+            return
         for piece in self._pieces():
             value = piece.value(rule)
             if value is not None and value is not piece.owned:
@@ -96,7 +100,8 @@ class _BufferCandidates:
         if self.owned.numel() <= _PIECE or not are_alike or not all(map(_is_plain, tensors)):
             yield self
             return
-        for owned, *others in zip(*(torch.split(tensor.view(-1), _PIECE) for tensor in tensors), strict=True):
+        size = max(_PIECE, math.ceil(self.owned.numel() / _MOST_PIECES))
+        for owned, *others in zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True):
             before = None if self._before is None else others.pop()
             # As the whole is: what a buffer is already is not written.
             if self._column[0] is self.owned:

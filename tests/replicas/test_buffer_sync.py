@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.memory import HostAccount
 from lightning_dpx.replicas import ReplicaSet
@@ -72,3 +73,29 @@ def test_a_large_buffer_comes_together_without_another_of_its_size(rule: Any) ->
     taken = account.stop(started)
     assert torch.equal(module.memory, expected[rule])
     assert taken.most < before.nbytes
+
+
+class Starts(TorchDispatchMode):
+    """Counts operators that start on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rule", "most"), [("first", 0), ("max", 3 * 64)])
+def test_a_large_buffer_comes_together_in_few_operators(rule: Any, most: int) -> None:
+    """An accelerator is through with each piece before the host has started the next one."""
+    module = nn.Module()
+    module.register_buffer("table", torch.arange(2**24, dtype=torch.int8))
+    replicas = ReplicaSet(module, [torch.device("cpu")] * 2).replicas
+    sync = BufferSync(replicas)
+    sync.copy()
+    replicas[1].module.table.fill_(100)
+    with Starts() as starts:
+        sync.collect(replicas, [1, 1], lambda name, value: rule)
+    assert starts.num <= most
