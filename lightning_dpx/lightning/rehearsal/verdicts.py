@@ -30,11 +30,12 @@ class Verdicts:
         """The run is over."""
         self._unchecked = ""
 
-    def say(self, text: str) -> None:
-        """Says a line once."""
-        if text not in self._said:
+    def say(self, text: str, topic: str = "") -> None:
+        """Says a line once; of those with a topic one, as they differ in figures only."""
+        said = topic or text
+        if said not in self._said:
             rank_zero_info(text)
-        self._said.add(text)
+        self._said.add(said)
 
     def agrees(self, comparison: Comparison) -> None:
         """A step is what it is on one device."""

@@ -92,3 +92,11 @@ def test_what_each_step_leaves_in_the_place_of_the_last_is_told_of_by_nothing() 
         warnings.filterwarnings("error", message="dpx:.*kept between steps")
         rooms = fitted(Caches(), 9 * MIB, batches=17, micro_batches=1)
     assert len(set(rooms.rooms)) == 1, "nothing was planned anew"
+
+
+def test_of_looks_that_have_no_room_it_is_said_once(caplog: Any) -> None:
+    """Whatever the list has grown to by the next one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted(WithTable(grows=True), 12 * MIB, batches=17, micro_batches=2)
+    assert caplog.text.count("is not looked at again in later ones") == 1
