@@ -183,7 +183,8 @@ def _bytes_of_states_on_host(optimizer: Any) -> int:
     tensors: list[torch.Tensor] = []
     for state in optimizer.state.values():
         tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and is_host(leaf.device)]
-    present = sum(tensor.nbytes for tensor in tensors)
+    # Sparse ones, such as the momentum of sparse gradients, do not tell, and come to have ever more of their rows.
+    present = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if is_of_torch(optimizer):
         return present
     # One of the user's may hold another one, with states of its own: no less than was guessed for it.

@@ -87,6 +87,16 @@ def test_on_the_host_what_is_there_counts_in_place_of_a_guess() -> None:
     assert bytes_of_states(parameters, [optimizer]) == {parameters[0].device: 3 * 4000}
 
 
+def test_the_momentum_of_sparse_gradients_counts_as_that_of_others() -> None:
+    table = nn.Embedding(100, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    table(torch.arange(3)).sum().backward()
+    before = bytes_of_states([table.weight], [optimizer])
+    optimizer.step()
+    assert optimizer.state[table.weight]["momentum_buffer"].is_sparse, "the premise"
+    assert bytes_of_states([table.weight], [optimizer]) == before == {table.weight.device: 1600}
+
+
 def test_one_that_may_hold_another_counts_no_less_than_was_guessed_for_it() -> None:
     """As one that climbs first, and leaves the momentum to the optimizer inside of it."""
     parameters = [nn.Parameter(torch.zeros(1000))]
