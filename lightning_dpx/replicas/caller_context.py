@@ -24,8 +24,15 @@ from lightning_dpx.torch_compat import (
     top_saved_tensors_hooks,
 )
 
+Mode = TorchFunctionMode | TorchDispatchMode
 
-def watching_modes() -> list[TorchFunctionMode | TorchDispatchMode]:
+
+def _modes_in_force() -> tuple[Mode, ...]:
+    """Of functions, and then of operators, the outermost first."""
+    return (*function_modes(), *dispatch_modes())
+
+
+def watching_modes() -> list[Mode]:
     """Modes of the calling thread that see every function or operator, such as a counter of FLOPs.
 
     What they note is seldom made for several threads at once.
@@ -33,12 +40,8 @@ def watching_modes() -> list[TorchFunctionMode | TorchDispatchMode]:
     # Asked before every stage of every step, and most have none.
     if not len_torch_function_stack() and not len_torch_dispatch_stack():
         return []
-    watching: list[TorchFunctionMode | TorchDispatchMode] = list(dispatch_modes())
-    for mode in function_modes():
-        # A default device sees all functions as well, and notes nothing.
-        if not isinstance(mode, DeviceContext):
-            watching.append(mode)
-    return watching
+    # A default device sees all functions as well, and notes nothing.
+    return [mode for mode in _modes_in_force() if not isinstance(mode, DeviceContext)]
 
 
 def default_device() -> torch.device | None:
@@ -59,7 +62,7 @@ class CallerContext:
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
     saved_tensor_hooks: Any
-    modes: tuple[TorchFunctionMode | TorchDispatchMode, ...]
+    modes: tuple[Mode, ...]
     streams: tuple[torch.Stream, ...]
 
     @classmethod
@@ -80,7 +83,7 @@ class CallerContext:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             saved_tensor_hooks=top_saved_tensors_hooks(True),
-            modes=(*function_modes(), *dispatch_modes()) if has_modes else (),
+            modes=_modes_in_force() if has_modes else (),
             streams=chosen_streams(devices) if devices else (),
         )
 
@@ -104,7 +107,7 @@ class CallerContext:
             for stream in self.streams:
                 stack.enter_context(stream)
             # The thread may be the caller itself.
-            here = (*function_modes(), *dispatch_modes())
+            here = _modes_in_force()
             for mode in self.modes:
                 if not any(mode is other for other in here):
                     stack.enter_context(_in_force(mode))
@@ -112,7 +115,7 @@ class CallerContext:
 
 
 @contextmanager
-def _in_force(mode: TorchFunctionMode | TorchDispatchMode) -> Iterator[None]:
+def _in_force(mode: Mode) -> Iterator[None]:
     """Puts a mode in force in this thread, without what entering it does: a counter would begin at zero again."""
     base = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
     base.__enter__(mode)  # type: ignore[arg-type]
