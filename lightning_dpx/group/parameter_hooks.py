@@ -8,13 +8,12 @@ makes of the whole.
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.module_hooks import is_ours
+from lightning_dpx.python_objects.module_hooks import hooks_of_parameter, is_ours
 from lightning_dpx.replicas import Replica
 from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
 
@@ -50,12 +49,7 @@ class ParameterHookCalls:
 
     def are_on(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` of the user's module has hooks that are to be called with the sum."""
-        if not self._replicas:
-            return False
-        held = chain(
-            (backward_hooks_of(parameter) or {}).values(), (post_accumulate_hooks_of(parameter) or {}).values()
-        )
-        return any(map(_is_users, held))
+        return bool(self._replicas) and bool(hooks_of_parameter(parameter))
 
     def accumulate(self, sums: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Adds the sums to the gradients of these parameters, as autograd does it, with all of their hooks."""

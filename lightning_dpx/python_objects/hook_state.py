@@ -12,23 +12,20 @@ from typing import Any
 from torch import nn
 
 from lightning_dpx.python_objects.kept_values import kept_values
-from lightning_dpx.python_objects.module_hooks import OF_MODULES, is_ours
+from lightning_dpx.python_objects.module_hooks import OF_MODULES, hooks_of_parameter, is_ours
+from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
 from lightning_dpx.python_objects.object_graph import ATOMS, ObjectGraph, is_tensor_or_module
 from lightning_dpx.python_objects.origin import is_library, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
-from lightning_dpx.torch_compat import backward_hooks_of, global_module_hooks, post_accumulate_hooks_of
-
-_EVERY_MODULE = frozenset(vars(nn.Module()))
+from lightning_dpx.torch_compat import global_module_hooks
 
 
 def hooks_of_parameters(module: nn.Module) -> dict[str, Any]:
     """The user's hooks on the parameters of ``module``, by name."""
     found: dict[str, Any] = {}
     for name, parameter in module.named_parameters():
-        for hooks_of in (backward_hooks_of, post_accumulate_hooks_of):
-            for number, hook in (hooks_of(parameter) or {}).items():
-                if not is_ours(hook):
-                    found[f"{_name_of(hook)} (a hook of {name}, {number})"] = hook
+        for number, hook in hooks_of_parameter(parameter).items():
+            found[f"{_name_of(hook)} (a hook of {name}, {number})"] = hook
     return found
 
 
@@ -68,7 +65,7 @@ def _hooks_of(child: nn.Module) -> Iterator[Any]:
 
 
 def _named_attributes_of(child: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in vars(child).items() if key not in _EVERY_MODULE)
+    return ((key, value) for key, value in vars(child).items() if key not in OF_EVERY_MODULE)
 
 
 def _kept_by(hook: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -47,6 +47,16 @@ def is_ours(hook: Any) -> bool:
     return (getattr(kind, "__module__", "") or "").startswith("lightning_dpx.")
 
 
+def hooks_of_parameter(parameter: torch.Tensor) -> _Hooks:
+    """The user's hooks on a parameter, of its gradient and after it, by number: torch numbers both kinds together."""
+    found: _Hooks = {}
+    for hooks_of in _OF_TENSORS:
+        for number, hook in (hooks_of(parameter) or {}).items():
+            if not is_ours(hook):
+                found[number] = hook
+    return found
+
+
 class HooksOfOthers:
     """The hooks of modules and parameters as they are now, without those of this package, which come and go.
 

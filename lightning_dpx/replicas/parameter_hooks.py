@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dpx.python_objects.module_hooks import is_ours
-from lightning_dpx.torch_compat import backward_hooks_of, post_accumulate_hooks_of
+from lightning_dpx.python_objects.module_hooks import hooks_of_parameter
 
 
 class ParameterHooks:
@@ -50,13 +49,7 @@ class ParameterHooks:
         """The numbers of the user's hooks, by the place of their parameter."""
         found: dict[int, tuple[int, ...]] = {}
         for index, parameter in enumerate(self._parameters):
-            of_gradient = backward_hooks_of(parameter)
-            after_it = post_accumulate_hooks_of(parameter)
-            if not of_gradient and not after_it:
-                continue
-            # torch numbers both kinds together, so a number is that of one hook.
-            held = (*(of_gradient or {}).items(), *(after_it or {}).items())
-            own = tuple(number for number, hook in held if not is_ours(hook))
+            own = hooks_of_parameter(parameter)
             if own:
-                found[index] = own
+                found[index] = tuple(own)
         return found

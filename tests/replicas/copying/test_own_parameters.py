@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.module_hooks import is_ours
 from lightning_dpx.replicas.copying.own_parameters import like_parameter
-from lightning_dpx.replicas.parameter_hooks import is_ours
 
 CPU = torch.device("cpu")
 
