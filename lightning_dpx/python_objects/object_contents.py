@@ -7,7 +7,7 @@ of modules, classes, globals, arrays, cells of closures, containers, instances w
 import types
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -173,11 +173,15 @@ def pairs_held(held: dict[Any, Any]) -> tuple[Any, ...]:
 
 def write_pairs(into: dict[Any, Any], held: tuple[Any, ...]) -> None:
     """The dict holds this again, in this order."""
+    _write_items(into, as_dict(held).items())
+
+
+def _write_items(into: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> None:
     # Past the methods of a subclass, whose own may do more than store, as may those of
     # lists and sets.
     base = OrderedDict if isinstance(into, OrderedDict) else dict
     base.clear(into)
-    for key, value in as_dict(held).items():
+    for key, value in pairs:
         base.__setitem__(into, key, value)
 
 
@@ -201,6 +205,19 @@ CONTAINER_WRITERS: dict[type, Callable[[Any, Any], None]] = {list: _write_list, 
 def container_kind(value: Any) -> type:
     """Which of the kinds in ``CONTAINER_WRITERS`` a list, deque or set is."""
     return next(kind for kind in CONTAINER_WRITERS if isinstance(value, kind))
+
+
+def refill(container: Any, content: Iterable[Any]) -> None:
+    """A list, dict, set or deque holds this again.
+
+    Args:
+        container: Which.
+        content: Its items; of a dict, pairs of keys and values.
+    """
+    if isinstance(container, dict):
+        _write_items(container, content)
+        return
+    CONTAINER_WRITERS[container_kind(container)](container, tuple(content))
 
 
 def fields_of(value: Any) -> tuple[Any, ...]:

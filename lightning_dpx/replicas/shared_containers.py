@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.devices import device_beside
+from lightning_dpx.python_objects.object_contents import refill
 from lightning_dpx.python_objects.object_graph import (
     ATOMS,
     MUTABLE,
@@ -147,14 +148,7 @@ def _fill(container: Any, mark: Any, content: list[Any] | None) -> None:
         if isinstance(container, list):
             del container[mark:]
         return
-    container.clear()
-    if isinstance(container, dict):
-        for key, value in content:
-            container[key] = value  # to update a counter would be to count
-    elif isinstance(container, set):
-        container.update(content)
-    else:
-        container.extend(content)
+    refill(container, content)
 
 
 def _has_grown(entry: tuple[Any, Any]) -> bool:

@@ -88,6 +88,15 @@ def test_it_holds_again_what_it_held(kind: str) -> None:
     assert plain(read(value)) == plain(before)
 
 
+def test_a_container_is_filled_again() -> None:
+    ordered = OrderedDict(a=1, b=2)
+    contents.refill(ordered, [("b", 2), ("a", 1)])
+    assert list(ordered.items()) == [("b", 2), ("a", 1)]
+    recent = deque([1, 2], maxlen=2)
+    contents.refill(recent, [3])
+    assert (list(recent), recent.maxlen) == ([3], 2)
+
+
 def test_tensors_count_by_their_writes_and_arrays_by_their_checksum() -> None:
     tensor = torch.zeros(2)
     before = contents.version_of(tensor)

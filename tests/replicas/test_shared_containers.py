@@ -78,6 +78,30 @@ def test_tensors_of_other_devices_come_home() -> None:
     assert value["items"][0].device.type == "cpu", "a step has put it on the host"
 
 
+class CountsItsItems(list[Any]):
+    """Does more than store, as observable collections do."""
+
+    added = 0
+
+    def append(self, item: Any) -> None:
+        type(self).added += 1
+        super().append(item)
+
+    def extend(self, items: Any) -> None:
+        type(self).added += len(items)
+        super().extend(items)
+
+
+def test_what_a_subclass_does_when_it_is_written_is_not_done_again() -> None:
+    value = CountsItsItems([1])
+    containers = watched(value)
+    value.append(2)
+    containers.put_back()
+    assert value == [1]
+    assert CountsItsItems.added == 1
+
+
+
 @pytest.mark.parametrize(("value", "puts_back"), [({1: 1}, True), (dict.fromkeys(range(100)), False)])
 def test_a_large_dict_cannot_be_put_back_once_it_has_changed(value: dict[Any, Any], puts_back: bool) -> None:
     containers = watched(value)

@@ -55,7 +55,7 @@ class Restarts:
         # Only of the first shared step, as it copies the parameters and all state.
         if self._snapshot is None:
             progress = self._root.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-            self._snapshot = StepSnapshot(self._root, [*shared, progress], self._replicas.devices)
+            self._snapshot = StepSnapshot(self._root, [*shared, progress], self._generator_states())
         self._has_acted = False
         # Of every step: whether its slices agree on what to do, as on a branch, each of them shows anew.
         self._start = self._noted_start()
@@ -93,5 +93,8 @@ class Restarts:
         num_bytes = sum(owner.nbytes for owner in owners if owner.grad is not None)
         if num_bytes > _MOST_BYTES_NOTED or self._strategy.plans_memory:
             return None
-        states = GeneratorStates(self._replicas.devices, generators=self._replicas.traits.draws.generators)
-        return StepStart(self._root, owners, states)
+        return StepStart(self._root, owners, self._generator_states())
+
+    def _generator_states(self) -> GeneratorStates:
+        """Of those of the process and of devices, and of those that the module holds."""
+        return GeneratorStates(self._replicas.devices, generators=self._replicas.traits.draws.generators)

@@ -5,9 +5,8 @@ must never have happened: parameters, buffers, gradients, optimizers, schedulers
 state of the module are put back, in place, before one replica takes it with the whole batch.
 """
 
-import random
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dpx.devices import RandomStates, is_host
+from lightning_dpx.devices import is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
 from lightning_dpx.lightning.manual.shared_gradients import Mark
+from lightning_dpx.python_objects.object_contents import refill
 from lightning_dpx.python_objects.object_graph import items_of, pairs_of
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -41,20 +41,19 @@ class StepSnapshot:
     Args:
         module: The user's module, with its parameters and buffers.
         others: Objects whose attributes a step changes beside: optimizers, schedulers, a scaler, progress.
-        devices: Those with random generators.
+        generators: The states of random generators, as they are now.
         parameters: Whether to keep them and their gradients, too.
     """
 
     def __init__(
-        self, module: nn.Module, others: Sequence[Any], devices: Iterable[torch.device], *, parameters: bool = True
+        self, module: nn.Module, others: Sequence[Any], generators: GeneratorStates, *, parameters: bool = True
     ) -> None:
-        self._random = RandomStates(devices)
-        self._python_random = random.getstate()
-        self._numpy_random = np.random.get_state()
+        self._generators = generators
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []
+        self._contents: list[tuple[Any, list[Any]]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._seen: dict[int, Any] = {}
         for parameter in module.parameters():
             if not parameters:
@@ -85,11 +84,11 @@ class StepSnapshot:
             for key in [key for key in vars(child) if key not in _OF_FRAMEWORK and key not in own]:
                 del vars(child)[key]
             vars(child).update(own)
+        for array, values in self._arrays:
+            np.copyto(array, values)
         for container, content in self._contents:
-            _refill(container, content)
-        self._random.restore()
-        random.setstate(self._python_random)
-        np.random.set_state(self._numpy_random)
+            refill(container, content)
+        self._generators.restore()
 
     def _keep(self, values: Iterable[Any]) -> None:
         """Notes what can be changed in place, and in everything that it holds."""
@@ -102,7 +101,7 @@ class StepSnapshot:
                 self._keep_tensor(value)
             elif isinstance(value, np.ndarray):
                 self._seen[id(value)] = value
-                self._contents.append((value, value.copy()))
+                self._arrays.append((value, value.copy()))
             elif isinstance(value, (tuple, *_CONTAINERS)):
                 self._keep_content(value)
                 waiting.extend(items_of(value))
@@ -115,10 +114,8 @@ class StepSnapshot:
     def _keep_content(self, container: Any) -> None:
         self._seen[id(container)] = container
         if not isinstance(container, tuple):
-            # Past the methods of a subclass, which may load what it has not yet.
-            kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-            items = pairs_of(container) if isinstance(container, dict) else items_of(container)
-            self._contents.append((container, kind(items)))
+            content = pairs_of(container) if isinstance(container, dict) else items_of(container)
+            self._contents.append((container, content))
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         """A copy on the host, where there is room beside what the step takes."""
@@ -190,21 +187,3 @@ class StepStart:
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _OF_FRAMEWORK}
-
-
-def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, np.ndarray):
-        np.copyto(container, content)
-    elif isinstance(container, dict):
-        # Past what a subclass does when its items change; but an OrderedDict keeps its order beside that of the dict.
-        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        base.clear(container)
-        base.update(container, content)
-    elif isinstance(container, list):
-        container[:] = content
-    else:
-        container.clear()
-        if isinstance(container, set):
-            container.update(content)
-        else:
-            container.extend(content)

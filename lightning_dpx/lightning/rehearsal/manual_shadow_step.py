@@ -18,10 +18,9 @@ from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
 from lightning_dpx.lightning.rehearsal.optimizer_copies import attributes_stepped_in, with_copied_optimizers
 from lightning_dpx.lightning.rehearsal.sandbox import Sandbox
-from lightning_dpx.lightning.rehearsal.shadow import (
-    pointing_at_shadow,
-)
+from lightning_dpx.lightning.rehearsal.shadow import pointing_at_shadow
 from lightning_dpx.python_objects.overrides import overridden
+from lightning_dpx.replicas import GeneratorStates
 from lightning_dpx.torch_compat import disable_current_modes
 
 _HELD = "_dpx_optimizers"  # an attribute of the shadow: optimizers outlive a real step, so their end must not be seen
@@ -73,7 +72,7 @@ class ManualSandbox:
         with disable_current_modes(), torch.no_grad():
             # Let go of here: they were kept past the end of the last run.
             vars(shadow).pop(_HELD, None)
-            state = StepSnapshot(shadow, [], self._devices, parameters=False)
+            state = StepSnapshot(shadow, [], GeneratorStates(self._devices, [shadow]), parameters=False)
             for attributes, key, value in _HIDDEN.get(shadow, ()):
                 # The containers are written when copies of optimizers take their place,
                 # and these are the user's.

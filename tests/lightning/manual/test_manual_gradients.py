@@ -4,6 +4,7 @@ import random
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -406,6 +407,27 @@ def test_what_slices_cannot_do_one_replica_does_with_the_whole_batch(kind, reduc
     with pytest.warns(UserWarning, match=f"training_step gets all of its batches whole.*{WHOLE[kind]}"):
         ours = trained(kind, 21, strategy=strategy, devices=num_replicas)
     assert_equal(ours, of_one_device(kind))
+
+
+class DrawsAndMakesAGraph(GraphOfGradients):
+    """Its noise is of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(2)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        noise = self.generator.normal(size=tuple(batch[0].shape))
+        return super().loss((batch[0] + torch.from_numpy(noise).to(batch[0]), batch[1]))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own about create_graph=True
+@pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")
+def test_the_first_step_that_is_undone_draws_the_same_from_a_generator_of_the_module() -> None:
+    # Nothing is rehearsed, so it shows in the first step, after which slices have drawn.
+    strategy = dpx.DPXStrategy(verify="off")
+    ours = trained(DrawsAndMakesAGraph, 21, strategy=strategy, devices=2)
+    assert_equal(ours, of_one_device(DrawsAndMakesAGraph))
 
 
 @pytest.mark.filterwarnings("ignore:dpx. training_step gets all of its batches whole")

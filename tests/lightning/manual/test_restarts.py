@@ -1,7 +1,10 @@
 """The first step by hand is undone whatever it did; later ones begin anew until an optimizer has acted."""
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -22,6 +25,8 @@ class ByHand(LightningModule):
         self.automatic_optimization = False
         self.net = nn.Linear(8, 3)
         self.count = 0
+        self.generator = torch.Generator().manual_seed(1)
+        self.held = [np.random.default_rng(1), random.Random(1)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
@@ -65,6 +70,25 @@ def test_the_first_step_is_undone_whatever_it_did(module: ByHand, restarts: Rest
     assert torch.equal(optimizer.state[module.net.weight]["momentum_buffer"], momentum)
     assert module.count == 0
     assert not restarts.undo_first_step(), "it is over"
+
+
+DRAWS: dict[str, Callable[[ByHand], float]] = {
+    "torch": lambda _: torch.rand(()).item(),
+    "numpy": lambda _: np.random.rand(),
+    "random": lambda _: random.random(),
+    "a generator of torch that the module holds": lambda module: torch.rand((), generator=module.generator).item(),
+    "one of numpy": lambda module: module.held[0].random(),
+    "one of random": lambda module: module.held[1].random(),
+}
+
+
+@pytest.mark.parametrize("source", DRAWS)
+def test_the_step_that_is_taken_again_draws_the_same_numbers(source: str, module: ByHand, restarts: Restarts) -> None:
+    draw = DRAWS[source]
+    restarts.begin([])
+    first = draw(module)
+    assert restarts.undo_first_step()
+    assert draw(module) == first
 
 
 def test_a_later_step_begins_anew_unless_an_optimizer_has_acted(module: ByHand, restarts: Restarts) -> None:

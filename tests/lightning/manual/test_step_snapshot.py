@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
-
-CPU = torch.device("cpu")
+from lightning_dpx.replicas import GeneratorStates
 
 
 class Own:
@@ -41,7 +40,7 @@ def test_tensors_gradients_containers_objects_and_generators_are_what_they_were(
     held = (module.seen, module.recent, module.table["a"], module.array, module.own)
     weight, gradient = module.linear.weight.detach().clone(), module.linear.weight.grad.clone()
     momentum = optimizer.state[module.linear.weight]["exp_avg"].clone()
-    snapshot = StepSnapshot(module, [optimizer], [CPU])
+    snapshot = StepSnapshot(module, [optimizer], GeneratorStates())
     first = draws()
 
     optimizer.zero_grad()
@@ -72,7 +71,7 @@ def test_tensors_gradients_containers_objects_and_generators_are_what_they_were(
 
 def test_parameters_may_be_left_to_somebody_else() -> None:
     module = Module()
-    snapshot = StepSnapshot(module, [], [CPU], parameters=False)
+    snapshot = StepSnapshot(module, [], GeneratorStates(), parameters=False)
     with torch.no_grad():
         module.linear.weight.fill_(7)
     module.steps.add_(1)
@@ -84,7 +83,7 @@ def test_parameters_may_be_left_to_somebody_else() -> None:
 def test_an_ordered_dict_keeps_its_order() -> None:
     module = Module()
     module.seen = OrderedDict(b=1, a=2)  # type: ignore[assignment]
-    snapshot = StepSnapshot(module, [], [CPU])
+    snapshot = StepSnapshot(module, [], GeneratorStates())
     module.seen["c"] = 3  # type: ignore[operator]
     module.seen.pop("b")  # type: ignore[operator]
     snapshot.restore()
