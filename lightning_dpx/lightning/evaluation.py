@@ -56,7 +56,6 @@ class EvaluationFlow:
             try:
                 outputs = self.forward(name, slices, args, kwargs)
             except GatherError as error:
-                session.replicas.state.buffers.restore()
                 again = on_whole_batch(session, name, error)
                 if again is None:
                     raise
@@ -73,18 +72,24 @@ class EvaluationFlow:
         replicas = session.replicas
         rules = session.verification.rules(name, dataloader_idx)
         call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
-        # Precision plugins of Lightning have one and the same context for all evaluations.
-        with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):
-            replicas.state.synchronize()
-            if rules.decides_buffers:
-                replicas.state.buffers.remember()
-            outputs = replicas.run(name, slices, call)
-            device = session.strategy.root_device
-            merged = rules.merge_outputs(outputs, weights_of(slices), device, replicas.output_dim)
-            if rules.decides_buffers:
-                active = [batch_slice.replica for batch_slice in slices]
-                rows = [batch_slice.num_rows for batch_slice in slices]
-                replicas.state.buffers.collect(active, rows, rules.buffer_rule)
+        buffers = replicas.state.buffers
+        try:
+            # Precision plugins of Lightning have one and the same context for all evaluations.
+            with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):
+                replicas.state.synchronize()
+                # Always: that a step writes buffers may show when it has, and then it runs again whole.
+                buffers.remember()
+                outputs = replicas.run(name, slices, call)
+                device = session.strategy.root_device
+                merged = rules.merge_outputs(outputs, weights_of(slices), device, replicas.output_dim)
+        except BaseException:
+            buffers.restore()
+            raise
+        buffers.keep()
+        if rules.decides_buffers:
+            active = [batch_slice.replica for batch_slice in slices]
+            rows = [batch_slice.num_rows for batch_slice in slices]
+            buffers.collect(active, rows, rules.buffer_rule)
         return session.finished(name, merged)
 
 

@@ -64,8 +64,7 @@ def follow_first_writes(
         return
     # Once each: what a check cannot see written would have every batch run twice.
     rules.written_buffers = rules.written_buffers.union(written)
-    # In an evaluation nothing is kept that buffers could be put back from.
-    if name == "training_step" and beginning.can_begin_again():
+    if beginning.can_begin_again():
         raise FirstWritesError([f"self.{path}" for path in written], rules)
     for path in written:
         rules.news.note(f"self.{path}")

@@ -220,7 +220,9 @@ class BufferSync:
         buffers = self._root.buffers
         # The memory of the snapshot is used again, step after step.
         if not _alike(buffers, self._before):
-            self._before = [buffer.detach().clone() for buffer in buffers]
+            # Also by those of training, after a validation in inference mode, whose tensors no other mode may write.
+            with torch.inference_mode(False), torch.no_grad():
+                self._before = [buffer.detach().clone() for buffer in buffers]
         elif buffers:
             with torch.no_grad():
                 foreach_copy_(self._before, buffers)
@@ -283,6 +285,10 @@ class BufferSync:
                 foreach_copy_(self._root.buffers, self._before)
         self._may_restore = False
         self._forget_shown()
+
+    def keep(self) -> None:
+        """After a step that has ended well: the buffers are what it has left."""
+        self._may_restore = False
 
     def added(self, active: Sequence[Replica], names: Sequence[str]) -> dict[str, list[float]]:
         """What each replica has added, in the step that is under way, to buffers that are single numbers.

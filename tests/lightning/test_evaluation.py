@@ -1,6 +1,7 @@
 """What slices return and cannot be put together is computed from the whole batch."""
 
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,3 +154,64 @@ def test_a_batch_is_checked_once_where_more_is_expected_of_it(execution: str) ->
         trainer.fit(model, data, data)
         results.append(trainer.validate(model, data, verbose=False)[0]["loss"])
     assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+class CountsRows(Classifier):
+    """Counts the rows of some batches in a buffer, in evaluation."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: torch.Tensor
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind == "in later batches" and batch_idx >= 2:
+            self.seen += len(batch[0])
+        if self.kind == "where it draws" and batch_idx == 3:
+            self.seen += len(batch[0])
+            return torch.rand(len(batch[0]))
+        if self.kind == "where outputs cannot be merged":
+            self.seen += len(batch[0])
+            return str(batch[0].sum().item())
+        return self.net(batch[0]).mean()
+
+    predict_step = validation_step
+
+    def on_train_start(self) -> None:
+        self.seen += 1
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"devices": 2, "strategy": partial(dpx.DPXStrategy, execution="inline")},
+    "micro-batches": {"devices": 1, "strategy": partial(dpx.DPXStrategy, micro_batches=2)},
+}
+
+
+RUNS_AGAIN = [
+    ("in later batches", "warn"),
+    ("where it draws", "warn"),
+    ("where outputs cannot be merged", "warn"),
+    # The others are noticed by what a check has seen.
+    ("where outputs cannot be merged", "off"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:dpx.")  # that a batch runs whole
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("kind", "verify"), RUNS_AGAIN)
+def test_a_batch_that_runs_again_whole_writes_buffers_once(kind: str, cut: str, verify: str) -> None:
+    options = CUTS[cut]
+    rows = DataLoader(TensorDataset(torch.randn(48, 8), torch.arange(48) % 3), 8)
+    for stage in ("predict", "fit"):
+        model = CountsRows(kind)
+        alone = CountsRows(kind)
+        ours = options | {"strategy": options["strategy"](verify=verify)}
+        for each, given in ((model, ours), (alone, {"devices": 1})):
+            trainer = make_trainer(max_epochs=1, num_sanity_val_steps=6, **given)
+            if stage == "predict":
+                trainer.predict(each, rows, return_predictions=False)
+            else:
+                # Its first training step comes after a validation, which is in inference mode.
+                trainer.fit(each, rows, rows)
+        assert model.seen.item() == alone.seen.item() > 0

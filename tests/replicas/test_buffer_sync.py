@@ -47,6 +47,21 @@ def test_after_a_step_that_failed_the_buffers_are_what_they_were() -> None:
     assert mine.module.seen.tolist() == [0, 0]
 
 
+def test_what_is_remembered_in_inference_mode_is_used_again_outside_of_it() -> None:
+    replicas = pair()
+    sync = BufferSync(replicas)
+    with torch.inference_mode():
+        sync.remember()
+        sync.keep()
+    replicas[0].module.seen.fill_(10.0)
+    sync.restore()
+    assert replicas[0].module.seen.tolist() == [10.0] * 2, "the step has ended well"
+    sync.remember()
+    replicas[0].module.seen.add_(1.0)
+    sync.restore()
+    assert replicas[0].module.seen.tolist() == [10.0] * 2
+
+
 @pytest.mark.parametrize("rule", ["first", "mean", "sum", "max", "min"])
 def test_a_large_buffer_comes_together_without_another_of_its_size(rule: Any) -> None:
     """As a small one does, number for number; a memory of many MiB has its place in a budget once."""

@@ -101,7 +101,6 @@ def test_what_a_subclass_does_when_it_is_written_is_not_done_again() -> None:
     assert CountsItsItems.added == 1
 
 
-
 @pytest.mark.parametrize(("value", "puts_back"), [({1: 1}, True), (dict.fromkeys(range(100)), False)])
 def test_a_large_dict_cannot_be_put_back_once_it_has_changed(value: dict[Any, Any], puts_back: bool) -> None:
     containers = watched(value)
