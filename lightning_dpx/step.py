@@ -16,11 +16,10 @@ over the whole batch works in the same way: it is computed from leaves that hold
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from lightning_dpx.arguments import check_choice
 from lightning_dpx.errors import GatherError
 from lightning_dpx.gradient_sums import GradientSums
 from lightning_dpx.reducers import GradientReducer, ProcessReducer
@@ -49,15 +48,14 @@ class TrainingStep:
     Args:
         replicas: The replicas and their workers.
         reducer: A registered name, ``"auto"`` or a reducer.
-        loss_reduction: How the user's loss treats its batch: ``"mean"`` weights the replicas' losses by their rows,
-            ``"sum"`` adds them; ``"auto"`` is a mean until the rules say otherwise.
+        rules: How losses and outputs are merged; those of a mean over rows unless given.
         communication_dtype: What gradients travel in between devices; their own dtype unless given.
         gradient_buckets: Between devices the gradients travel in this many buckets, each as soon as backward has filled
             it on all replicas; 0 sends all after backward.
         processes: Averages the owners' gradients over several processes, where there are several.
 
     Attributes:
-        rules: How losses and outputs are merged; a rehearsal finds them out.
+        rules: As given; a rehearsal finds them out.
         sums: How the replicas' gradients become one.
 
     Raises:
@@ -68,14 +66,13 @@ class TrainingStep:
         self,
         replicas: ReplicaSet,
         reducer: str | GradientReducer = "auto",
-        loss_reduction: LossReduction = "mean",
+        rules: MergeRules | None = None,
         communication_dtype: torch.dtype | None = None,
         gradient_buckets: int = 8,
         processes: ProcessReducer | None = None,
     ) -> None:
-        check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
         self._replicas = replicas
-        self.rules: MergeRules = MergeRules(loss_reduction="sum" if loss_reduction == "sum" else "mean")
+        self.rules: MergeRules = MergeRules() if rules is None else rules
         self.sums: GradientSums = GradientSums(replicas, reducer, communication_dtype, gradient_buckets, processes)
         self._rows = 0.0  # of this process, since gradients were last averaged over processes
         self._pending: list[Pending] = []

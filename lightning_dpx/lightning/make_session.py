@@ -64,12 +64,11 @@ def make_session(strategy: "DPXStrategy", module: pl.LightningModule) -> Session
     step = TrainingStep(
         replicas,
         options.reducer,
-        options.loss_reduction,
+        strategy.verification.rules("training_step", 0),
         options.wire_dtype,
         options.gradient_buckets,
         _process_reducer(strategy),
     )
-    step.rules = strategy.verification.rules("training_step", 0)
     session = Session(strategy, replicas, metrics, step)
     # Later on a budget may choose micro-batches, or another number of them: see Session.cut_slices.
     if replicas.partition.has_micro_batches:

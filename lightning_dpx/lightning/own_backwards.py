@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_dpx.lightning.run_again import StaysWhole
 from lightning_dpx.python_objects.shared_patch import SharedPatch, Undo
+from lightning_dpx.torch_compat import roots_of
 
 REASON = "It runs a backward itself, which adds to the gradients of parameters what a slice has."
 ADVICE = "For all devices to take part, add that loss to the one that the step returns."
@@ -78,7 +79,7 @@ class BackwardWatch:
         """
         # By id: to compare parameters is to compare their numbers.
         trained = set(map(id, parameters))
-        leaves = _leaves_of(roots) if inputs is None else _as_tuple(inputs)
+        leaves = _leaves_of(roots) if inputs is None else roots_of(inputs)
         for leaf in leaves:
             if id(leaf) in trained:
                 self._reached[id(leaf)] = leaf
@@ -134,7 +135,7 @@ def _ask_first(backward: Callable[..., None], tensors: Any, *args: Any, **option
         watch, module = running
         # By position it is the last of five.
         inputs = args[4] if len(args) > 4 else options.get("inputs")
-        watch.follow(_as_tuple(tensors), inputs, module.parameters())
+        watch.follow(roots_of(tensors), inputs, module.parameters())
         # Activation checkpointing runs a backward inside of this one, which is a part of it.
         with step_of(None, module):
             backward(tensors, *args, **options)
@@ -162,11 +163,3 @@ def _leaves_of(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
         if variable is not None:
             yield variable
         waiting += [next_node for next_node, _ in node.next_functions]
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    # A GradientEdge is a named tuple, and one root.
-    is_several = isinstance(value, list | tuple) and not isinstance(value, torch.autograd.graph.GradientEdge)
-    if is_several:
-        return tuple(value)
-    return (value,)

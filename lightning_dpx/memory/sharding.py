@@ -35,6 +35,7 @@ from lightning_dpx.memory.profile.abstract import first_rows, profile_absent, re
 from lightning_dpx.memory.profile.data import Profile
 from lightning_dpx.memory.profile.fake import NO_ANSWER, fake_device_for
 from lightning_dpx.memory.profile.profiled_step import Run
+from lightning_dpx.memory.tracing.communication import has_other_processes
 from lightning_dpx.torch_compat import (
     apply_to_tensors,
     forward_hooks_of,
@@ -148,7 +149,7 @@ def plan_of_first_rank(make: Callable[[], _T]) -> _T:
 
 def made_by_rank(rank: int, make: Callable[[], _T]) -> _T:
     """The same, of the process ``rank``."""
-    if not _has_peers():
+    if not has_other_processes():
         return make()
     who = "The first process" if rank == 0 else f"Process {rank}"
     # What is made is for all, and the others wait until that process sends it: so whatever
@@ -173,15 +174,11 @@ def made_by_rank(rank: int, make: Callable[[], _T]) -> _T:
 
 def told_by_all_ranks(own: _T) -> list[_T]:
     """``own`` of every process of the default group, by rank; without processes, that of this one."""
-    if not _has_peers():
+    if not has_other_processes():
         return [own]
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     return told
-
-
-def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dpx.python_objects.object_graph import MUTABLE, items_of, size_of
 from lightning_dpx.python_objects.origin import is_library
+from lightning_dpx.python_objects.reachable import classes_of
 
 _MOST = 10_000  # items of a list that are looked at; a vocabulary of a class has more
 
@@ -22,11 +23,8 @@ def class_registries(module: nn.Module) -> list[str]:
     The module itself does not count: what holds it may be a list of experiments, and no part of its steps.
     """
     submodules = {id(child) for child in module.modules()} - {id(module)}
-    kinds: dict[type, None] = {}
-    for child in module.modules():
-        kinds.update(dict.fromkeys(type(child).__mro__))
     found: list[str] = []
-    for kind in kinds:
+    for kind in classes_of(module):
         if is_library(kind):
             continue
         for name, value in list(vars(kind).items()):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.python_objects.code_map import contents_of, function_in
-from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.object_contents import own_values
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.reachable import globals_of
@@ -88,8 +88,7 @@ def _compiled_methods(module: nn.Module) -> list[tuple[str, Any]]:
     # Its attributes are torch's: what it was made of is a submodule, and has its turn by itself.
     if isinstance(module, OptimizedModule):
         return []
-    own = [(name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
-    return [(name, value) for name, value in own if callable(value) and _is_marked(value)]
+    return [(name, value) for name, value in own_values(module) if callable(value) and _is_marked(value)]
 
 
 def _compiled_functions(kind: type) -> Iterator[tuple[str, Any]]:

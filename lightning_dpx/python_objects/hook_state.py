@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.module_hooks import OF_MODULES, hooks_of_parameter, is_ours
-from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.object_contents import own_values
 from lightning_dpx.python_objects.object_graph import ATOMS, ObjectGraph, is_tensor_or_module
 from lightning_dpx.python_objects.origin import is_library, package_of, runs_steps
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -41,7 +41,7 @@ def kept_by_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
         return
     # What an attribute leads to is looked at there, and comes together by its own rules.
     own = ObjectGraph(is_tensor_or_module, _leads_to_run)
-    own.walk(value for child in module.modules() for _, value in _named_attributes_of(child))
+    own.walk(value for child in module.modules() for _, value in own_values(child))
     seen = set(own.objects).union(map(id, module.modules()))
     for hook in hooks:
         for name, value in _kept_by(hook, seen):
@@ -62,10 +62,6 @@ def _hooks_of(child: nn.Module) -> Iterator[Any]:
             # Those of torch's own parametrizations keep nothing that a step changes.
             if not is_ours(hook) and package_of(getattr(type(hook), "__module__", None)) != "torch":
                 yield hook
-
-
-def _named_attributes_of(child: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in vars(child).items() if key not in OF_EVERY_MODULE)
 
 
 def _kept_by(hook: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -92,7 +88,7 @@ def _kept_by_module(name: str, module: nn.Module, known: set[int]) -> Iterator[t
         # It may hold the user's module, or parts of it.
         if child is not module and id(child) in known:
             continue
-        for key, value in [*_named_attributes_of(child), *child.named_buffers(recurse=False)]:
+        for key, value in [*own_values(child), *child.named_buffers(recurse=False)]:
             yield f"{path}.{key}", value
 
 

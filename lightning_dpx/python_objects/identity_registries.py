@@ -21,7 +21,7 @@ from lightning_dpx.python_objects.kept_values import kept_values
 from lightning_dpx.python_objects.module_hooks import OF_MODULES, is_ours
 from lightning_dpx.python_objects.object_graph import CONTAINERS, items_of, size_of
 from lightning_dpx.python_objects.origin import is_installed, is_library
-from lightning_dpx.python_objects.reachable import classes_of_held, places_of_code, value_at
+from lightning_dpx.python_objects.reachable import classes_of, classes_of_held, places_of_code, value_at
 
 _MOST_OBJECTS = 5_000
 _MOST_FUNCTIONS = 1_000
@@ -193,7 +193,7 @@ def _methods_of_steps(
         said_by_others.update(names_in(function.__code__))
     methods = list(_methods_of(module, kinds))
     called: set[str] = set()
-    for kind in _classes_of(module):
+    for kind in classes_of(module):
         if is_library(kind):
             called.update(vars(kind))
     before: set[str] = set(_BEFORE_STEPS)
@@ -212,18 +212,9 @@ def _methods_of_steps(
     return [function for name, function in methods if name not in before]
 
 
-def _classes_of(module: nn.Module) -> dict[type, None]:
-    """The classes of the submodules with all of their bases, in the order in which they are met."""
-    # Each once: a model of a thousand layers has few classes.
-    kinds: dict[type, None] = {}
-    for child in module.modules():
-        kinds.update(dict.fromkeys(type(child).__mro__))
-    return kinds
-
-
 def _methods_of(module: nn.Module, others: Iterable[type]) -> Iterator[tuple[str, types.FunctionType]]:
     kinds = dict.fromkeys(others)
-    kinds.update(_classes_of(module))
+    kinds.update(dict.fromkeys(classes_of(module)))
     # What a step calls may be the method of an object that the module holds.
     kinds.update(dict.fromkeys(classes_of_held(module)))
     for kind in kinds:

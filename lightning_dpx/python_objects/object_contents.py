@@ -7,7 +7,7 @@ of modules, classes, globals, arrays, cells of closures, containers, instances w
 import types
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,9 +55,14 @@ def as_dict(held: tuple[Any, ...]) -> dict[Any, Any]:
     return dict(zip(held[:half], held[half:], strict=True))
 
 
+def own_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the author of a module keeps there, with its names."""
+    return ((name, value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
+
+
 def attributes_of(module: nn.Module) -> tuple[Any, ...]:
     """The class of a module and what its author keeps there: names, then values."""
-    own = [(key, value) for key, value in vars(module).items() if key not in OF_EVERY_MODULE]
+    own = list(own_values(module))
     # Names before values: tuples are compared in C, item by item.
     return (type(module), *(key for key, _ in own), *(value for _, value in own))
 

@@ -244,7 +244,7 @@ def places_of_code(module: nn.Module) -> list[Place]:
     kinds = classes_of_held(module)
     packages |= without_libraries(frozenset(package_of(kind.__module__) for kind in kinds))
     found: dict[tuple[int, str], Place] = {}
-    waiting: deque[Any] = deque([*_classes_of(module), *kinds])
+    waiting: deque[Any] = deque([*classes_of(module), *kinds])
     seen: set[int] = set()
     num_functions = 0
     while waiting and num_functions < _MAX_FUNCTIONS:
@@ -286,7 +286,7 @@ def globals_of_code(module: nn.Module, places: Collection[Place]) -> list[dict[s
     """
     packages = _packages_of(module)
     spaces: dict[int, dict[str, Any]] = {}
-    for kind in [*_classes_of(module), *classes_of_held(module)]:
+    for kind in [*classes_of(module), *classes_of_held(module)]:
         file = sys.modules.get(kind.__module__)
         if file is not None and is_followed(kind.__module__, packages):
             spaces[id(vars(file))] = vars(file)
@@ -353,10 +353,10 @@ def classes_of_held(module: nn.Module) -> list[type]:
 
 def _packages_of(module: nn.Module) -> frozenset[str]:
     """Top-level packages of the classes that ``module`` is made of; ``__main__`` is one, too."""
-    return without_libraries(frozenset(package_of(base.__module__) for base in _classes_of(module)))
+    return without_libraries(frozenset(package_of(base.__module__) for base in classes_of(module)))
 
 
-def _classes_of(module: nn.Module) -> list[type]:
+def classes_of(module: nn.Module) -> list[type]:
     """The classes of ``module`` and its submodules, and those that these inherit from, each once."""
     found: dict[type, None] = {}
     for child in module.modules():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE
+from lightning_dpx.python_objects.object_contents import own_values
 from lightning_dpx.python_objects.object_graph import items_of
 
 
@@ -62,7 +62,7 @@ def arrays_of(module: nn.Module, is_boundary: Callable[[Any], bool] = lambda val
 
 def _kept(module: nn.Module, kind: type, is_boundary: Callable[[Any], bool]) -> list[Any]:
     """What of this kind the attributes of one module lead to, through containers."""
-    own = (value for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
+    own = (value for _, value in own_values(module))
     return found_in(own, kind, is_boundary)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dpx.python_objects.compiled import compiled_names
-from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE, slot_contents, slots_of
+from lightning_dpx.python_objects.object_contents import own_values, slot_contents, slots_of
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, items_of, size_of
 from lightning_dpx.python_objects.origin import is_followed, package_of, without_libraries
 from lightning_dpx.python_objects.reachable import Place, places_of_code, value_at
@@ -73,7 +73,7 @@ class PassingWrites(AbstractContextManager["PassingWrites"]):
         self._children = list(modules_without(self._module, kept))
         for child in self._children:
             known = len(graph.objects)
-            graph.walk(value for key, value in vars(child).items() if key not in OF_EVERY_MODULE)
+            graph.walk(value for _, value in own_values(child))
             # Each once, where it is met first: what many submodules hold, such as a configuration, is of the outermost.
             found[id(child)] = list(graph.objects.items())[known:]
         # What leads to tensors every replica has its own of.

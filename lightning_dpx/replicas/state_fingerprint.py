@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_contents import OF_EVERY_MODULE, slot_contents
+from lightning_dpx.python_objects.object_contents import own_values, slot_contents
 from lightning_dpx.python_objects.object_graph import MUTABLE, ObjectGraph, is_tensor_or_module, pairs_of
 from lightning_dpx.python_objects.origin import package_of
 from lightning_dpx.replicas.copying.shared_objects import is_shared, modules_without
@@ -33,7 +33,7 @@ class StateFingerprint:
     def _marks(self) -> Iterator[tuple[int, Any]]:
         graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
         for child in modules_without(self._module, self._kept):
-            graph.walk(value for key, value in vars(child).items() if key not in OF_EVERY_MODULE)
+            graph.walk(value for _, value in own_values(child))
         # Attributes count as contents of their object. Python makes some of these dicts when first asked for them, so
         # by themselves they would be new.
         attributes = {id(vars(value)) for value in graph.objects.values() if has_attributes(value)}

@@ -14,6 +14,7 @@ from lightning_dpx.torch_compat.autograd import (
     number_of,
     parametrizations_are_cached,
     profiler_is_enabled,
+    roots_of,
     run_backward,
     start_legacy_profiler,
 )  # fmt: skip
@@ -177,7 +178,7 @@ __all__ = [
     "pop_saved_tensors_hooks", "post_accumulate_hooks_of", "precision_policy_of", "preserve_version_counter",
     "PRIVATE_NAMES", "PrivateName", "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig",
     "ProfilerEventType", "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module",
-    "reset_sharded", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of",
+    "reset_sharded", "roots_of", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of",
     "sharded_parameters", "shares_memory", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks",
     "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
     "unflatten_dense", "unpin", "user_cache_dir", "version_counter", "view_base", "was_traced", "weak_storage",

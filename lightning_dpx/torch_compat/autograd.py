@@ -25,6 +25,15 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     _graph._engine_run_backward(tuple(tensors), tuple(gradients), False, False, (), **options)
 
 
+def roots_of(given: Any) -> tuple[Any, ...]:
+    """One tensor or several, as functions of autograd take them, as a tuple."""
+    # A GradientEdge is a named tuple, and one root.
+    is_several = isinstance(given, list | tuple) and not isinstance(given, _graph.GradientEdge)
+    if is_several:
+        return tuple(given)
+    return (given,)
+
+
 def nodes_so_far() -> int:
     """How many nodes this thread has made: the number that :func:`number_of` has for the next one."""
     number: int = torch._C._autograd._get_sequence_nr()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.lightning.manual.acts_once import current_view
+from lightning_dpx.torch_compat import roots_of
 
 # Activation checkpointing runs a backward inside a backward, which is a part of the one that is under way.
 _INSIDE: ContextVar[bool] = ContextVar("lightning_dpx_inside_backward", default=False)
@@ -48,7 +49,7 @@ def _backward_of_replica(
     if view is None or _INSIDE.get():
         _backward(tensors, given, **options)
         return
-    roots = _as_tuple(tensors)
+    roots = roots_of(tensors)
     gradients = weighted(roots, given, view.weight)
 
     def run() -> None:
@@ -67,13 +68,13 @@ def _grad_of_replica(outputs: Any, inputs: Any, grad_outputs: Any = None, *args:
     view = current_view()
     if view is None or _INSIDE.get():
         return _grad(outputs, inputs, grad_outputs, *args, **options)
-    wanted = list(inputs.values()) if isinstance(inputs, dict) else list(_as_tuple(inputs))
+    wanted = list(inputs.values()) if isinstance(inputs, dict) else list(roots_of(inputs))
     # By position it comes after retain_graph.
     create_graph = options.get("create_graph", args[1] if len(args) > 1 else False)
     # Gradients of inputs are those of this slice's rows, and nothing to sum.
     if not view.sums_gradients_of(wanted, create_graph=bool(create_graph)):
         return _grad(outputs, inputs, grad_outputs, *args, **options)
-    roots = _as_tuple(outputs)
+    roots = roots_of(outputs)
     found = _grad(roots, inputs, weighted(roots, grad_outputs, view.weight), *args, **options)
     if isinstance(found, dict):
         return dict(zip(found, view.total_of(wanted, list(found.values())), strict=True))
@@ -85,7 +86,7 @@ def weighted(roots: tuple[Any, ...], gradients: Any, weight: float) -> Any:
     # Torch's own default is a gradient of ones.
     if weight == 1:
         return gradients
-    given = [None] * len(roots) if gradients is None else list(_as_tuple(gradients))
+    given = [None] * len(roots) if gradients is None else list(roots_of(gradients))
     result = []
     for root, gradient in zip(roots, given, strict=True):
         if gradient is not None:
@@ -95,11 +96,3 @@ def weighted(roots: tuple[Any, ...], gradients: Any, weight: float) -> Any:
         else:
             result.append(None)  # torch has its own words for a root that is no scalar
     return tuple(result)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    # A GradientEdge is a named tuple, and one root.
-    is_several = isinstance(value, list | tuple) and not isinstance(value, torch.autograd.graph.GradientEdge)
-    if is_several:
-        return tuple(value)
-    return (value,)

@@ -327,8 +327,8 @@ class MemoryPlanning:
             # The replicas keep their plans if nothing takes less.
             self.devices.tighten(step.replicas.root.module, self.planner)
             self.joint_calls.plan_for(self.devices.decided)
-            with self.plans_taken_off(step.replicas):
-                pass
+            self._take_off(step.replicas)
+            self._put_on(step.replicas)
 
     def advice(self) -> str:
         """Advice, in sentences, for a run that is out of memory."""

@@ -21,7 +21,7 @@ from lightning_dpx.lightning.rehearsal.shadow_step import (
     recording,
 )
 from lightning_dpx.lightning.whole_batches import WholeBatches
-from lightning_dpx.replicas import BatchSlice, ReplicaSet
+from lightning_dpx.replicas import BatchSlice, MergeRules, ReplicaSet
 from lightning_dpx.shifting import applied_shift, forget_shift, shift_like
 from lightning_dpx.step import TrainingStep
 
@@ -178,7 +178,7 @@ class SlicedRun:
         options = self.step.strategy.options
         # A reducer object is set up for the replicas of the real step.
         reducer = options.reducer if isinstance(options.reducer, str) else "auto"
-        return TrainingStep(replicas, reducer, "mean", options.wire_dtype, options.gradient_buckets, None)
+        return TrainingStep(replicas, reducer, MergeRules(), options.wire_dtype, options.gradient_buckets, None)
 
     def _check_left_whole(self, found: WholeBatches) -> None:
         """Raises the reason against slices that the step itself has found, if there is one.

@@ -145,7 +145,7 @@ def _search_values_and_calls(profile: Profile, budget: int | None, chosen: Plann
     if chosen.replays and budget is not None and not _in_reach_by_value(problems, budget):
         original, choice = problems[0], Choice()  # calls that are replayed may reach it
     else:
-        original, choice = _choose_offloading(problems, budget, chosen)
+        original, choice = _best_choice(problems, budget, chosen)
     found = [ReplayChoice(frozenset(), original, choice)]
     if chosen.replays:
         # Calls are replayed in the step with the way to offload that won: these decisions go
@@ -221,11 +221,11 @@ def _in_reach_by_value(problems: Sequence[Problem], budget: int) -> bool:
 def _smallest_plan(problems: Sequence[Problem]) -> ReplayChoice:
     """What takes least of all that is known; nothing is done about its time."""
     planner = SmallestPlanner()
-    problem, choice = _choose_offloading(problems, None, planner)
+    problem, choice = _best_choice(problems, None, planner)
     return with_replays(problem.profile, ReplayChoice(frozenset(), problem, choice), None, planner.choose)[0]
 
 
-def _choose_offloading(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
+def _best_choice(problems: Sequence[Problem], budget: int | None, planner: Planner) -> tuple[Problem, Choice]:
     """What to drop, and the way to offload that it was found with."""
     # The ways are in the order of their price: the first is for the fastest plan.
     found: list[tuple[Problem, Choice]] = []

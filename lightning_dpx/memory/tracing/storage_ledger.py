@@ -25,12 +25,11 @@ from lightning_dpx.torch_compat import key_of
 class Allocation:
     """One storage: its bytes, and the events at which it came and went (``None``: it is still there)."""
 
-    __slots__ = ("born", "born_operator", "died", "died_operator", "num_bytes")
+    __slots__ = ("born", "died", "died_operator", "num_bytes")
 
-    def __init__(self, num_bytes: int, born: int, born_operator: int) -> None:
+    def __init__(self, num_bytes: int, born: int) -> None:
         self.num_bytes: int = num_bytes
         self.born: int = born
-        self.born_operator: int = born_operator
         self.died: int | None = None
         self.died_operator: int | None = None
 
@@ -139,7 +138,7 @@ class StorageLedger:
 
     def add(self, storage: torch.UntypedStorage) -> Allocation:
         """Counts a storage that is new."""
-        allocation = Allocation(storage.nbytes(), self.now, len(self.operators))
+        allocation = Allocation(storage.nbytes(), self.now)
         self.allocations.append(allocation)
         self.live += allocation.num_bytes
         self._follow(storage, allocation)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_dpx.lightning.manual.loss_merger import LossMerger
-from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.replicas import MergeRules, ReplicaSet
 from lightning_dpx.step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ ROWS = [3.0, 1.0]
 
 def merger(loss_reduction: Any = "mean") -> LossMerger:
     replicas = ReplicaSet(nn.Linear(1, 1), [CPU] * 2, execution="inline")
-    return LossMerger(TrainingStep(replicas, loss_reduction=loss_reduction), CPU)
+    return LossMerger(TrainingStep(replicas, rules=MergeRules(loss_reduction=loss_reduction)), CPU)
 
 
 @pytest.mark.parametrize("as_given", [float, torch.tensor])
