@@ -195,8 +195,9 @@ class EarlyBackward:
             return factor
         if not expected or not math.isfinite(real / expected):
             raise ReplicationError(
-                f"The backward of the loss began with a gradient of {real:g}, where its micro-batches had expected "
-                f"{expected:g}; no factor makes one of the other. Use micro_batches=1."
+                f"The backward of the loss began with a gradient of {real:g}, after those of its micro-batches had run "
+                f"with {expected:g}, which no factor corrects. Something changes the gradient between training_step "
+                "and backward; use micro_batches=1."
             )
         return factor * real / expected
 

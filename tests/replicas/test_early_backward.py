@@ -98,7 +98,9 @@ def test_weights_that_no_factor_explains_are_an_error() -> None:
 def test_a_gradient_that_no_factor_explains_is_an_error() -> None:
     step = Step(value=0.0)
     step.run()
-    with pytest.raises(ReplicationError, match="began with a gradient of 1, where its micro-batches had expected 0"):
+    with pytest.raises(
+        ReplicationError, match="began with a gradient of 1, after those of its micro-batches had run with 0"
+    ):
         add_gradients(step, 1.0)
 
 

@@ -85,9 +85,9 @@ class PeakCheck:
                 rank_zero_warn(
                     f"dpx: {format_mib(peak)} were allocated on {device} at a time in the last steps, where "
                     f"{self._option()} allows {format_mib(limit)}, of which {format_mib(planned)} are planned for "
-                    "activations. More may be taken by the step of the optimizer (least with fused=True or "
-                    "foreach=False), by steps that call more than the planned ones, by checks of slices "
-                    "(verify='off' makes none), by an evaluation or by callbacks."
+                    "activations. What may take more: the step of the optimizer (least with fused=True or "
+                    "foreach=False), steps that call more than the planned ones, checks of slices (none with "
+                    "verify='off'), an evaluation, callbacks."
                 )
 
     def end_backward(self) -> None:

@@ -155,7 +155,9 @@ def announcement(device: torch.device, plan: MemoryPlan, static: int, limit: int
     """What is said of the plan of a device: its peak within the budget, and what is computed again."""
     how = f" ({sharing} replicas share the device)" if sharing > 1 else ""
     peak = static + sharing * (plan.peak or 0)
-    figures = f"{format_mib(peak)} predicted of {format_mib(limit)} allowed, {format_mib(static)} static"
+    figures = (
+        f"{format_mib(peak)} predicted of {format_mib(limit)} allowed, {format_mib(static)} of it beside activations"
+    )
     head = f"dpx: memory of {device}{how}: {figures}{remark}"
     if plan.micro_batches > 1:
         head += f"\n{describe_cut(plan)}, peak {format_part(peak, limit)}"

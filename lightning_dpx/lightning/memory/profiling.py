@@ -167,8 +167,8 @@ class _SliceProfiler:
         # A line needs two profiles, on two rows at the least: batch norm does not train on one.
         if all_rows < _FEWEST_ROWS:
             raise DoesNotFitError(
-                f"A step on {all_rows} rows does not fit on {home} without a plan, and fewer rows to extrapolate from "
-                "there are not. Plan it without running it (dpx.search_plan with device) and give plan."
+                f"A step on {all_rows} rows does not fit on {home} without a plan, and there are too few rows to "
+                "extrapolate from fewer. Plan it without running it (dpx.search_plan with device) and give plan."
             )
         for rows in _fewer_rows(all_rows):
             try:

@@ -40,8 +40,8 @@ class UnplannedSteps:
         if self.expected and not was_expected:
             modules = sorted({module_of(name) or "the step itself" for name in self._unseen})
             rank_zero_info(
-                f"dpx: a step kept {format_mib(sum(self._unseen.values()))} that memory is not planned for, of "
-                f"{', '.join(modules[:3])}: steps differ. The coming ones are profiled until it is."
+                f"dpx: a step saved {format_mib(sum(self._unseen.values()))} ({', '.join(modules[:3])}) that no "
+                "profiled step had saved; the next steps are profiled until one shows it."
             )
 
     @property

@@ -207,9 +207,8 @@ def _tell_undecided(key: Key, paths: frozenset[str], num_repeats: int) -> None:
     """No further check will tell whether these add up."""
     names = ", ".join(sorted(path.removeprefix("result.") for path in paths))
     rank_zero_warn(
-        f"dpx: {names} of {key[0]} was zero, or missing on some slices, in {num_repeats + 1} rehearsals and not "
-        "in batches, so nothing is known about whether it adds up over slices; it is merged by its type "
-        "(floating-point numbers are averaged, integers added)."
+        f"dpx: {names} of {key[0]} was zero or missing in all of {num_repeats + 1} checks, so it is not known whether "
+        "it adds up over slices: floating-point numbers are averaged, integers added."
     )
 
 

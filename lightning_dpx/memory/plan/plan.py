@@ -277,8 +277,8 @@ def from_mapping(content: Any, path: str) -> MemoryPlan:
     expected = content.get("num_decisions", len(decisions))  # what older files lack
     if expected != len(decisions):
         raise PlanError(
-            f"{path} has {len(decisions)} decisions and says that it has {expected!r}: it is not whole. Load another "
-            'one; where lines were taken out on purpose, leave them in with "action: keep".'
+            f"{path} lists {len(decisions)} decisions, and num_decisions is {expected!r}: lines are missing. Load "
+            'another file; where lines were taken out on purpose, leave them in with "action: keep".'
         )
     _check_names(decisions, path)
     # A misspelled field would silently leave the right one as older files have it.

@@ -80,9 +80,9 @@ class News:
         often = sorted(path for path in unseen if self._times[path] == _TOO_OFTEN)
         if often:
             warnings.warn(
-                f"dpx: self.{', self.'.join(often)} changed in {_TOO_OFTEN} batches and in no rehearsal: what it holds "
-                "of those is that of a slice, or of each. Change it in on_train_batch_end and its like, which see the "
-                "whole batch.",
+                f"dpx: self.{', self.'.join(often)} changed in {_TOO_OFTEN} batches and in no check: of those it may "
+                "hold what one slice made, or what each did. Change it in on_train_batch_end and its like, which see "
+                "the whole batch.",
                 stacklevel=2,
             )
 

@@ -62,7 +62,7 @@ def test_a_file_that_is_cut_at_any_line_is_refused(tmp_path: Path) -> None:
             MemoryPlan.load(tmp_path / "cut.yaml")
     for gone in range(len(lines) - 6, len(lines)):
         (tmp_path / "cut.yaml").write_text("".join(lines[:gone] + lines[gone + 1 :]))
-        with pytest.raises(dpx.PlanError, match=r"has 5 decisions and says that it has 6: it is not whole"):
+        with pytest.raises(dpx.PlanError, match=r"lists 5 decisions, and num_decisions is 6: lines are missing"):
             MemoryPlan.load(tmp_path / "cut.yaml")
 
 
