@@ -17,7 +17,7 @@ import torch
 from lightning_dpx.devices import canonical_device
 from lightning_dpx.memory import MemoryTrace
 from lightning_dpx.reducers import GradientReducer, OverlappedReduction, ProcessReducer, make_reducer
-from lightning_dpx.replicas import BatchSlice, EarlyBackward, ReplicaSet
+from lightning_dpx.replicas import BatchSlice, ReplicaSet
 
 # On one device. Objects for more gradients of eight replicas would also start the garbage collector (700 new objects),
 # which took a third of the reduction's time in a module of 2,000 parameters.
@@ -131,23 +131,20 @@ class GradientSums:
 
     # ---- of one step ----
 
-    def traveling(
-        self, slices: Sequence[BatchSlice], early: EarlyBackward | None = None
-    ) -> AbstractContextManager[Any]:
+    def traveling(self, slices: Sequence[BatchSlice], *, waits_for_last: bool = False) -> AbstractContextManager[Any]:
         """For backwards in which gradients travel as soon as all devices have them.
 
         Args:
             slices: Those whose backwards run; none where gradients stay with the replicas.
-            early: The backwards of micro-batches, of which the last on each device completes its gradients.
+            waits_for_last: Each device runs several, of which the last completes its gradients: the
+                ``begin_last`` of :attr:`overlapped` is to be called before it.
         """
         if self.overlapped is None or not slices:
             return nullcontext()
-        if early is not None:
-            early.begin_last = self.overlapped.begin_last
         # Micro-batches of one device have one place in what travels.
         device_of = self._replicas.partition.device_of
         active = sorted({device_of[batch_slice.replica.index] for batch_slice in slices})
-        return self.overlapped.during_backward(active, waits_for_last=early is not None)
+        return self.overlapped.during_backward(active, waits_for_last=waits_for_last)
 
     def reduce(self) -> None:
         """Sums the gradients of all replicas into the owners' and drops the others."""

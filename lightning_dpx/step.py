@@ -121,8 +121,10 @@ class TrainingStep:
         # Gradients of earlier batches travel with those of this one, which they are added to at the end.
         travels = not early.stash_gradients(zeroed, shown=shown) and last
         self._backward = WithEachForward(early, self.sums)
-        with self.sums.traveling(slices if travels else (), early):
-            outputs = self._replicas.run("training_step", slices, early.call(call, device_of))
+        overlapped = self.sums.overlapped
+        begin_last = overlapped.begin_last if travels and overlapped is not None else None
+        with self.sums.traveling(slices if travels else (), waits_for_last=True):
+            outputs = self._replicas.run("training_step", slices, early.call(call, device_of, begin_last))
         # Before Lightning calls zero_grad, which comes between training_step and backward.
         early.take()
         return outputs

@@ -20,6 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,9 +57,6 @@ class EarlyBackward:
         primaries: K replicas with parameters of their own, one of each device.
         expected: What the merged loss's gradient will be.
         weights: By replica index, what each micro-batch's loss counts in the merged one.
-
-    Attributes:
-        begin_last: Called with the place of a device, right before the backward of its last micro-batch.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class EarlyBackward:
         self._primaries = primaries
         self._expected = expected
         self._weights = weights
-        self.begin_last: Callable[[int], None] | None = None
         self._aside: Gradients = []
         self._held: Gradients = []
         self._shown = False
@@ -203,24 +200,30 @@ class EarlyBackward:
 
     # ---- a micro-batch ----
 
-    def call(self, call: Callable[[BatchSlice], Any], device_of: Mapping[int, int]) -> "WithBackward":
+    def call(
+        self,
+        call: Callable[[BatchSlice], Any],
+        device_of: Mapping[int, int],
+        begin_last: Callable[[int], None] | None = None,
+    ) -> "WithBackward":
         """``call`` with its backward, and without the graph of what it returns.
 
         Args:
             call: A replica's step.
             device_of: By the index of each replica that takes part, the place of its device; in the order of turns.
+            begin_last: Called with the place of a device, right before the backward of its last micro-batch.
         """
         # In the order of turns the last replica of each device is the one that stays.
         last = {place: index for index, place in device_of.items()}
-        return WithBackward(self, call, device_of, frozenset(last.values()))
+        return WithBackward(self, call, device_of, frozenset(last.values()), begin_last)
 
-    def run(self, index: int, output: Any, last_of: int | None) -> Any:
+    def run(self, index: int, output: Any, begin: Callable[[], None] | None = None) -> Any:
         """The backward of what a step returned; and that, without its graph.
 
         Args:
             index: Of the replica.
             output: What its step returned.
-            last_of: The place of the device whose last micro-batch it was, if it was.
+            begin: Called right before the backward, if there is one.
         """
         loss = loss_of(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -230,8 +233,8 @@ class EarlyBackward:
         # anything here requires a gradient.
         mark = loss.detach()
         if loss.requires_grad:
-            if last_of is not None and self.begin_last is not None:
-                self.begin_last(last_of)
+            if begin is not None:
+                begin()
             if weight:  # the mean over no tokens is NaN, which no weight takes out of a sum
                 self._walk(loss, weight)
             mark.requires_grad_()
@@ -269,12 +272,14 @@ class WithBackward:
         call: The step.
         device_of: By the index of a replica, the place of its device.
         last: Indices of the replicas with the last micro-batch of a device.
+        begin_last: See :meth:`EarlyBackward.call`.
     """
 
     early: EarlyBackward
     call: Callable[[BatchSlice], Any]
     device_of: Mapping[int, int]
     last: Collection[int]
+    begin_last: Callable[[int], None] | None
 
     def __call__(self, batch_slice: BatchSlice) -> Any:
         """What the step returns, without its graph."""
@@ -283,8 +288,10 @@ class WithBackward:
         self.early.before_forward(place)
         output = self.call(batch_slice)
         self.early.after_forward(place)
-        last_of = place if index in self.last else None
-        return self.early.run(index, output, last_of)
+        begin = None
+        if self.begin_last is not None and index in self.last:
+            begin = partial(self.begin_last, place)
+        return self.early.run(index, output, begin)
 
 
 def loss_of(output: Any) -> Any:
