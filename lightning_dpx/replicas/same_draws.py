@@ -4,12 +4,17 @@ Dropout and noise draw a number for each element; a slice would draw others than
 drawn depends on the last dim only: every row of the batch gets the same mask and the same noise, however it is cut.
 Draws that mix rows (permutations, choices) are left alone, and noted.
 
+Where all rows draw alike, a mean over what was drawn (masked tokens, kept rows) is one over rows. So rows can also draw
+like the rows at their places in other slices, and no others:
+
+    slices of 3 and 2    a b c | a b        one device    a b c a b
+
 The mode also keeps the shadows from writing what they share with the real module: before an operator writes a
 parameter, its values are put aside.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +110,7 @@ class SameDraws(TorchDispatchMode):
 
     Args:
         shared: What must not be written without a copy.
+        sizes: Rows of each slice, where rows of a slice draw each its own; all rows draw alike unless given.
 
     Attributes:
         draws: Of what the step drew and was made equal for all rows: how many numbers a row got, draw by draw. Where
@@ -115,9 +121,10 @@ class SameDraws(TorchDispatchMode):
         dtypes: What the results of its operators are made of.
     """
 
-    def __init__(self, shared: SharedParameters) -> None:
+    def __init__(self, shared: SharedParameters, sizes: Sequence[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = shared
+        self._pattern = _Pattern(sizes)
         self.draws: list[int] = []
         self.on_host: list[Draw] = []
         self.on_devices: list[Draw] = []
@@ -157,7 +164,7 @@ class SameDraws(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             self._note_draw(func, tensors[:1])
             return result
-        result = draw(func, args, kwargs)
+        result = draw(self._pattern, func, args, kwargs)
         # native_dropout also returns its mask.
         drawn = result[0] if isinstance(result, tuple) else result
         self._note_draw(func, [drawn] if isinstance(drawn, torch.Tensor) else [])
@@ -196,13 +203,32 @@ def has_dropout_off(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def _pattern(target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
-    """Writes numbers into ``target`` that depend on its last dim only; one number where it has one dim."""
-    # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
-    generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
-    small = torch.empty(_shape_of_pattern(target), dtype=target.dtype)
-    fill(small, generator)
-    return target.copy_(small.expand_as(target))
+class _Pattern:
+    """Writes numbers that depend on the last dim only, or on a row's place in its slice as well.
+
+    Args:
+        sizes: As of :class:`SameDraws`.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        # By the size of dim 0 alone, whichever run asks: what has as many rows by chance is the same in all runs.
+        self._places = {size: list(range(size)) for size in sizes}
+        self._places[sum(sizes)] = [place for size in sizes for place in range(size)]
+        self._num_places = max(sizes, default=1)
+
+    def write(self, target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
+        """Writes them into ``target``; one number where it has one dim and rows draw alike."""
+        # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
+        generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
+        shape = _shape_of_pattern(target)
+        places = self._places.get(target.shape[0], []) if shape else []
+        if places:
+            shape[0] = self._num_places
+        small = torch.empty(shape, dtype=target.dtype)
+        fill(small, generator)
+        if places:
+            small = small[places]
+        return target.copy_(small.expand_as(target))
 
 
 def _shape_of_pattern(target: torch.Tensor) -> list[int]:
@@ -214,17 +240,17 @@ def _shape_of_pattern(target: torch.Tensor) -> list[int]:
     return shape
 
 
-def _in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _in_place(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """``x.normal_(mean, std)`` and its kind."""
     options = {key: value for key, value in kwargs.items() if key != "generator"}
 
     def fill(small: torch.Tensor, generator: torch.Generator) -> None:
         func(small, *args[1:], generator=generator, **options)
 
-    return _pattern(args[0], fill)
+    return pattern.write(args[0], fill)
 
 
-def _keep(target: torch.Tensor, p: float) -> torch.Tensor:
+def _keep(pattern: _Pattern, target: torch.Tensor, p: float) -> torch.Tensor:
     """Bernoulli draws; where they would keep nothing of any row, they keep all: zeros are equal, however cut."""
     # Stochastic depth draws one number for a row, and dropout over a few features may well drop all of them.
 
@@ -233,30 +259,30 @@ def _keep(target: torch.Tensor, p: float) -> torch.Tensor:
         if not bool(small.any()):
             small.fill_(p > 0)
 
-    return _pattern(target, fill)
+    return pattern.write(target, fill)
 
 
-def _bernoulli_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _bernoulli_in_place(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    return _keep(args[0], p)
+    return _keep(pattern, args[0], p)
 
 
-def _bernoulli(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _bernoulli(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     # The probabilities may differ from row to row; what is compared with them must not.
-    uniform = _pattern(torch.empty_like(args[0]), _uniform)
+    uniform = pattern.write(torch.empty_like(args[0]), _uniform)
     drawn: torch.Tensor = (uniform < args[0]).to(args[0].dtype)
     return drawn
 
 
-def _bernoulli_of_tensor(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    uniform = _pattern(torch.empty(args[0].shape, device=args[0].device), _uniform)
+def _bernoulli_of_tensor(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    uniform = pattern.write(torch.empty(args[0].shape, device=args[0].device), _uniform)
     target: torch.Tensor = args[0].copy_(uniform < args[1])
     return target
 
 
-def _native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
+def _native_dropout(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> Any:
     inputs, p, _ = args
-    mask = _keep(torch.empty_like(inputs), 1 - p)
+    mask = _keep(pattern, torch.empty_like(inputs), 1 - p)
     # As torch's own kernel has it: with p = 1 all is dropped, and nothing is divided by 0.
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return inputs * mask * scale, mask.bool()
@@ -271,31 +297,31 @@ def _normal(small: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def _made_like(fill: Callable[[torch.Tensor, torch.Generator], Any]) -> Callable[..., torch.Tensor]:
-    def draw(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def draw(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         options = {key: value for key, value in kwargs.items() if key != "generator"}
-        return _pattern(torch.empty_like(args[0], **options), fill)
+        return pattern.write(torch.empty_like(args[0], **options), fill)
 
     return draw
 
 
 def _made(fill: Callable[[torch.Tensor, torch.Generator], Any]) -> Callable[..., torch.Tensor]:
-    def draw(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def draw(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         options = {key: value for key, value in kwargs.items() if key != "generator"}
-        return _pattern(torch.empty(args[0], **options), fill)
+        return pattern.write(torch.empty(args[0], **options), fill)
 
     return draw
 
 
-def _normal_of_tensors(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _normal_of_tensors(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     mean = args[0]
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     like = mean * torch.ones_like(std) if isinstance(std, torch.Tensor) else mean
-    noise = _pattern(torch.empty_like(like), _normal)
+    noise = pattern.write(torch.empty_like(like), _normal)
     drawn: torch.Tensor = noise * std + mean
     return drawn
 
 
-def _random_integers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _random_integers(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     *limits, size = args
     options = {"dtype": torch.int64, **{key: value for key, value in kwargs.items() if key != "generator"}}
     low, high = limits if len(limits) == 2 else (0, limits[0])
@@ -303,7 +329,7 @@ def _random_integers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     def fill(small: torch.Tensor, generator: torch.Generator) -> None:
         small.random_(low, high, generator=generator)
 
-    return _pattern(torch.empty(size, **options), fill)
+    return pattern.write(torch.empty(size, **options), fill)
 
 
 # By the operator and its overload, as their arguments differ. What is not here, such as

@@ -381,3 +381,52 @@ def test_a_difference_beside_a_shared_draw_is_told_and_not_laid_to_it() -> None:
         make_trainer(strategy=DPXStrategy(execution="inline"), devices=2).fit(
             MixesWithItsFlip(), make_loader(), make_loader()
         )
+
+
+class WeighsByDraws(Classifier):
+    """Draws for each row how much it counts, and may divide by what the batch has of that."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.back = nn.Linear(3, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        losses = F.cross_entropy(self.net(rows), labels, reduction="none")
+        match self.kind:
+            case "kept rows":
+                kept = torch.rand(len(rows), 1, device=self.device).squeeze(1) < 0.7
+                return losses[kept].sum() / kept.sum().clamp(min=1)
+            case "masked items":
+                hidden = torch.bernoulli(torch.full_like(rows, 0.4)).bool()
+                guesses = self.back(self.net(rows.masked_fill(hidden, 0.0)))
+                return ((guesses - rows) ** 2)[hidden].mean()
+            case "weights over the batch":
+                weights = 1.0 + torch.randint(50, (len(rows),), device=self.device)
+                return (losses * weights / weights.mean()).mean()
+        # Each row of itself alone: dropout, noise, and a weight that no other row changes.
+        noise = torch.randn_like(rows)
+        weights = 1.0 + torch.randint(50, (len(rows),), device=self.device)
+        return (F.cross_entropy(self.net(F.dropout(rows + noise)), labels, reduction="none") * weights).mean()
+
+
+@pytest.mark.parametrize("kind", ["kept rows", "masked items", "weights over the batch"])
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
+def test_a_mean_over_what_rows_draw_is_told(kind: str, options: dict[str, Any]) -> None:
+    """Where all rows draw alike, it is a mean over rows; each row of the run draws its own."""
+    seed_everything(11, verbose=False)
+    strategy = DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
+    # Of a few rows none may be left out by chance: the batches that are looked at later draw other numbers.
+    trainer = make_trainer(strategy=strategy, devices=options["devices"])
+    with pytest.warns(UserWarning, match="the loss is .* on one device"):
+        trainer.fit(WeighsByDraws(kind), make_loader(53), make_loader(53))
+
+
+def test_what_a_row_draws_for_itself_alone_is_as_on_one_device(caplog: pytest.LogCaptureFixture) -> None:
+    seed_everything(3, verbose=False)
+    trainer = make_trainer(max_epochs=1, strategy=DPXStrategy(execution="inline"), devices=2)
+    with warnings.catch_warnings(), caplog.at_level("INFO"):
+        warnings.filterwarnings("error", message="dpx: .* is not what it is on one device")
+        trainer.fit(WeighsByDraws("its own"), make_loader(53), make_loader(53))
+    assert re.search("checked on .* loss, .* as on one device .*training_step", caplog.text)

@@ -42,6 +42,30 @@ def test_all_rows_draw_the_same_numbers_and_a_slice_those_of_the_whole(name: str
     assert whole[0].unique().numel() > 1, "numbers of one row differ"
 
 
+@pytest.mark.parametrize("name", DRAWS)
+def test_rows_that_draw_for_themselves_draw_by_their_place_in_a_slice(name: str) -> None:
+    sizes = (3, 2, 2)
+    found = []
+    for num_rows in (sum(sizes), *sizes):
+        torch.manual_seed(0)
+        with SameDraws(nothing_shared(), sizes):
+            found.append(DRAWS[name](torch.ones(num_rows, 16)))
+    whole, *parts = found
+    assert torch.equal(whole, torch.cat(parts))
+    assert parts[0].unique(dim=0).shape == (3, 16), "rows of a slice differ"
+
+
+def test_what_is_no_row_draws_alike_in_all_slices() -> None:
+    """Three features beside a slice of three rows, and as many as all slices have."""
+    for size in (3, 5, 7):
+        found = []
+        for _ in range(3):
+            torch.manual_seed(0)
+            with SameDraws(nothing_shared(), (3, 2)):
+                found.append(torch.rand(size))
+        assert all(torch.equal(one, found[0]) for one in found)
+
+
 def test_dropout_of_few_features_never_drops_all_of_them() -> None:
     """Zeros would be equal in slices and as one device, whatever the step does with them."""
     for seed in range(32):

@@ -25,7 +25,7 @@ from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, own_attributes_of
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
-from lightning_dpx.lightning.rehearsal.few_rows import FewRows
+from lightning_dpx.lightning.rehearsal.few_rows import FewRows, unequal_sizes
 from lightning_dpx.lightning.rehearsal.outcome import (
     Call,
     NotRehearsed,
@@ -159,6 +159,8 @@ class Rehearsal:
         if self._plans_memory:
             self._rows.keep_to_micro_batch()
         look = self._on_real_rows if part is None else partial(self._on_rows, 1)
+        # What the first rehearsal found of rows that draw alike, it has found.
+        self._step.sandbox.sizes_of_draws = self._rows.real_sizes if part is None else self._rows.unequal_sizes(1)
         # The question of metrics has been answered by the first rehearsal, and
         # steps run by that answer.
         self._sliced.gives_slices = rules.metrics_give_slices
@@ -288,7 +290,28 @@ class Rehearsal:
             # They may take more memory than the first ones did, as longer texts do.
             with suppress(RehearsalEnded, torch.OutOfMemoryError), overridden(self, _looks_again=True):
                 outcome = self._refine(outcome, self._on_rows(1))
-        return self._beside_all_rows(outcome)
+        return self._beside_all_rows(self._beside_own_draws(outcome))
+
+    def _beside_own_draws(self, outcome: Outcome) -> Outcome:
+        """What is found as well where not all rows draw the same numbers."""
+        # By hand it is not known which draws are by rows.
+        may_draw_by_rows = outcome.judge.draws if self._step.by_hand else outcome.judge.draws_by_rows
+        if not may_draw_by_rows or outcome.comparison.differences or self.needs_equal_slices:
+            return outcome
+        sizes = outcome.comparison.sizes
+        # Few rows may draw the same by chance: of 3 that are kept or not, none is left out. For micro-batches there may
+        # be no more room, as above.
+        if not self._has_micro_batches:
+            sizes = max(sizes, self._rows.unequal_sizes(_MORE_ROWS), key=sum)
+        # Slices of one size all draw alike again, row by row.
+        if len(set(sizes)) == 1:
+            sizes = unequal_sizes(sum(sizes), 2)
+        sandbox = self._step.sandbox
+        # A bonus, as more rows are.
+        with suppress(RehearsalEnded, torch.OutOfMemoryError):
+            with overridden(self, _looks_again=True), overridden(sandbox, sizes_of_draws=sizes):
+                return self._refine(outcome, self._with_slices(self._whole.observe(sum(sizes)), sizes))
+        return outcome
 
     def _beside_all_rows(self, outcome: Outcome) -> Outcome:
         """What is found on all rows as well, of an evaluation: where a few show too little, it may have one batch."""

@@ -1,6 +1,6 @@
 """What one run of a rehearsal draws, on each of its replicas."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,7 @@ class RunDraws:
 
     Args:
         start: The generators as every step of the run finds them.
+        sizes: Rows of each slice, where rows of a slice draw each its own; all rows draw alike unless given.
 
     Attributes:
         start: As given.
@@ -68,8 +69,9 @@ class RunDraws:
         left_alone: After the run, the operators and generators whose numbers could not be made equal.
     """
 
-    def __init__(self, start: GeneratorStates) -> None:
+    def __init__(self, start: GeneratorStates, sizes: Sequence[int] = ()) -> None:
         self.start: GeneratorStates = start
+        self._sizes = sizes
         self._modes: list[SameDraws] = []
         self._modes_of_steps: list[SameDraws] = []
         self.of_steps: list[StepDraws] = []
@@ -83,7 +85,7 @@ class RunDraws:
             shared: What must not be written without a copy.
             stage: A step's name, or "backward".
         """
-        mode = SameDraws(shared)
+        mode = SameDraws(shared, self._sizes)
         self._modes.append(mode)
         if stage == "backward":
             with mode:

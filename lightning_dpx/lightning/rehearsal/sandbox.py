@@ -63,6 +63,7 @@ class Sandbox:
         switched: Settings of the process that the first run has changed, if only for a while.
         surroundings: What the user's code reaches beside the module.
         real_module: The module, where runs come to it past their shadow.
+        sizes_of_draws: Rows of each slice, where rows of a slice draw each its own numbers; empty where all draw alike.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Sandbox:
         self._module = module
         self._has_run = False
         self.switched: set[str] = set()
+        self.sizes_of_draws: tuple[int, ...] = ()
 
     @property
     def logged_elsewhere(self) -> list[str]:
@@ -151,7 +153,7 @@ class Sandbox:
             # others in each process and run.
             advance([shadow])
         # Of this run alone: what the last one has done is compared by then.
-        trace = RunTrace(draws=RunDraws(self._states_now(shadow)))
+        trace = RunTrace(draws=RunDraws(self._states_now(shadow), self.sizes_of_draws))
         self.last = trace
         # The dispatch mode sees writes by operators only, and none to metrics of globals, which are put back by state.
         places = _places_of(shadow)
