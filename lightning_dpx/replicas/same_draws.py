@@ -2,7 +2,7 @@
 
 Dropout and noise draw a number for each element; a slice would draw others than the whole batch. In this mode what is
 drawn depends on the last dim only: every row of the batch gets the same mask and the same noise, however it is cut.
-Draws that mix rows (permutations, choices) are left alone, and noted.
+Draws that mix rows (permutations, choices among them) are left alone, and noted.
 
 Where all rows draw alike, a mean over what was drawn (masked tokens, kept rows) is one over rows. So rows can also draw
 like the rows at their places in other slices, and no others:
@@ -24,6 +24,7 @@ from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, overload_
 
 _SEEDS = 2**31 - 1
 _MASKS = frozenset({"native_dropout", "bernoulli", "bernoulli_"})  # operators that draw one
+_CHOICES = "multinomial.default"
 _DROPOUTS = frozenset(
     {"dropout_p", "dropout", "train", "training"}
 )  # arguments with which an operator may draw nothing
@@ -149,7 +150,9 @@ class SameDraws(TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self.dtypes.add(value.dtype)
             return result
-        draw = _DRAWS.get(f"{func.overloadpacket.__name__}.{overload_name(func)}")
+        name = f"{func.overloadpacket.__name__}.{overload_name(func)}"
+        # With one list of probabilities it chooses among rows, or for all of them.
+        draw = None if name == _CHOICES and args[0].ndim == 1 else _DRAWS.get(name)
         if draw is None:
             # In inference mode operators come here that consist of others, such as dropout, which draws nothing when
             # it is off.
@@ -332,9 +335,30 @@ def _random_integers(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> to
     return pattern.write(torch.empty(size, **options), fill)
 
 
+def _choices(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """``torch.multinomial`` by rows: each chooses by its own probabilities, as policies and language models sample."""
+    weights: torch.Tensor = args[0].double()
+    number = args[1]
+    with_replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    if number > 1 and not with_replacement:
+        # A race in which each is as fast as it is probable: the first ones to arrive.
+        times = pattern.write(torch.empty_like(weights), _exponential)
+        return (weights / times).topk(number).indices
+    sums = weights.cumsum(1)
+    shares = pattern.write(weights.new_empty(len(weights), number), _uniform)
+    # On the right, as what has no probability is never chosen.
+    chosen = torch.searchsorted(sums, shares * sums[:, -1:], right=True)
+    return chosen.clamp_(max=weights.shape[1] - 1)
+
+
+def _exponential(small: torch.Tensor, generator: torch.Generator) -> None:
+    small.exponential_(generator=generator)
+
+
 # By the operator and its overload, as their arguments differ. What is not here, such as
-# permutations and choices, mixes rows: it draws as always, and is named.
+# permutations, mixes rows: it draws as always, and is named.
 _DRAWS: dict[str, Callable[..., Any]] = {
+    _CHOICES: _choices,
     "bernoulli_.float": _bernoulli_in_place,
     "bernoulli_.Tensor": _bernoulli_of_tensor,
     "bernoulli.default": _bernoulli,

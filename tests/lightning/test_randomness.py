@@ -402,16 +402,25 @@ class WeighsByDraws(Classifier):
                 hidden = torch.bernoulli(torch.full_like(rows, 0.4)).bool()
                 guesses = self.back(self.net(rows.masked_fill(hidden, 0.0)))
                 return ((guesses - rows) ** 2)[hidden].mean()
+            case "rewards of the batch":
+                # Of a policy, which draws what it does.
+                logits = self.net(rows)
+                done = torch.multinomial(logits.softmax(1), 1).squeeze(1)
+                rewards = (done == labels).float()
+                return (F.cross_entropy(logits, done, reduction="none") * (rewards - rewards.mean())).mean()
             case "weights over the batch":
                 weights = 1.0 + torch.randint(50, (len(rows),), device=self.device)
                 return (losses * weights / weights.mean()).mean()
         # Each row of itself alone: dropout, noise, and a weight that no other row changes.
         noise = torch.randn_like(rows)
         weights = 1.0 + torch.randint(50, (len(rows),), device=self.device)
-        return (F.cross_entropy(self.net(F.dropout(rows + noise)), labels, reduction="none") * weights).mean()
+        logits = self.net(F.dropout(rows + noise))
+        done = torch.multinomial(logits.softmax(1), 1).squeeze(1)
+        self.log("done", done.float().mean())
+        return (F.cross_entropy(logits, done, reduction="none") * weights).mean()
 
 
-@pytest.mark.parametrize("kind", ["kept rows", "masked items", "weights over the batch"])
+@pytest.mark.parametrize("kind", ["kept rows", "masked items", "rewards of the batch", "weights over the batch"])
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
 def test_a_mean_over_what_rows_draw_is_told(kind: str, options: dict[str, Any]) -> None:
     """Where all rows draw alike, it is a mean over rows; each row of the run draws its own."""
@@ -429,4 +438,4 @@ def test_what_a_row_draws_for_itself_alone_is_as_on_one_device(caplog: pytest.Lo
     with warnings.catch_warnings(), caplog.at_level("INFO"):
         warnings.filterwarnings("error", message="dpx: .* is not what it is on one device")
         trainer.fit(WeighsByDraws("its own"), make_loader(53), make_loader(53))
-    assert re.search("checked on .* loss, .* as on one device .*training_step", caplog.text)
+    assert re.search("checked on .* loss, .* logged value.* as on one device .*training_step", caplog.text)

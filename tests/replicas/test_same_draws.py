@@ -21,6 +21,8 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
     "normal of tensors": lambda x: torch.normal(x, torch.ones_like(x)),
     "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "choices": lambda x: torch.multinomial(x, 16, replacement=True),
+    "an order": lambda x: torch.multinomial(x, 16),
 }
 
 
@@ -53,6 +55,25 @@ def test_rows_that_draw_for_themselves_draw_by_their_place_in_a_slice(name: str)
     whole, *parts = found
     assert torch.equal(whole, torch.cat(parts))
     assert parts[0].unique(dim=0).shape == (3, 16), "rows of a slice differ"
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_choice_is_made_by_the_probabilities_of_its_row(replacement: bool) -> None:
+    wanted = torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]])
+    seen = torch.zeros(2, 4)
+    for seed in range(32):
+        torch.manual_seed(seed)
+        with SameDraws(nothing_shared(), (1, 1)) as mode:
+            chosen = torch.multinomial(wanted, 2, replacement=replacement)
+        assert not mode.left_alone
+        seen.scatter_(1, chosen, 1.0)
+    assert torch.equal(seen, wanted), "each that can be, and none that cannot"
+
+
+def test_a_choice_among_rows_is_left_alone() -> None:
+    with SameDraws(nothing_shared()) as mode:
+        torch.multinomial(torch.ones(5), 2)
+    assert "aten.multinomial" in mode.left_alone
 
 
 def test_what_is_no_row_draws_alike_in_all_slices() -> None:
