@@ -41,6 +41,10 @@ class SlicesFail(RehearsalEnded):
         self.advice = advice
 
 
+class NumbersLost(Exception):  # noqa: N818  slices have not failed by themselves
+    """Slices have nan for what is a number on the whole batch; the message names it."""
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: one is made in every step
 class Call:
     """What the trainer called.

@@ -21,7 +21,7 @@ from lightning_dpx.devices import free_garbage, is_host
 from lightning_dpx.errors import GatherError, SharedWriteError, WholeBatchError
 from lightning_dpx.lightning.own_backwards import ADVICE, REASON, OwnBackwardError
 from lightning_dpx.lightning.rehearsal.both_runs import BothRuns
-from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer
+from lightning_dpx.lightning.rehearsal.comparison.comparer import Comparer, lost_number
 from lightning_dpx.lightning.rehearsal.comparison.findings import is_kept, refined
 from lightning_dpx.lightning.rehearsal.comparison.observation import Observation, own_attributes_of
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
@@ -29,6 +29,7 @@ from lightning_dpx.lightning.rehearsal.few_rows import FewRows, unequal_sizes
 from lightning_dpx.lightning.rehearsal.outcome import (
     Call,
     NotRehearsed,
+    NumbersLost,
     Outcome,
     PartsAppear,
     RehearsalEnded,
@@ -444,6 +445,11 @@ class Rehearsal:
         self._refuse_what_slices_cannot_do(whole)
         try:
             judge, sliced = self._sliced.observe(sizes, whole, self._loss_reduction)
+            lost = lost_number(whole, sliced)
+            # From one such step on the run has no other numbers. A look at later batches says what differs, and no
+            # more.
+            if lost and not self._looks_again:
+                raise NumbersLost(lost)
         except (RehearsalEnded, CollectiveInRehearsal):
             raise
         # A step by hand says itself what slices cannot do in it.
@@ -555,9 +561,15 @@ class Rehearsal:
         # A few rows may be too few for a slice; those of the batch are what the run will have.
         if sizes != self._rows.real_sizes and not self._looks_again:
             return self._on_real_rows()
-        # These two have a remedy of their own, which the general advice would hide.
+        # These have a remedy of their own, which the general advice would hide.
         if isinstance(failure, SharedWriteError):
             raise writes_parameters([failure.name])
+        if isinstance(failure, NumbersLost):
+            rows = "1 row" if max(sizes) == 1 else f"{min(sizes)} to {max(sizes)} rows"
+            raise SlicesFail(
+                f"In slices of {rows} it gives nan; {failure}.",
+                "For all devices to take part, let it give numbers on any number of rows.",
+            )
         if isinstance(failure, GatherError):
             raise SlicesFail(
                 f"What its slices return cannot be put together. {in_one_line(failure).partition(': ')[2]}",

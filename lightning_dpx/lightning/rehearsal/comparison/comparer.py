@@ -255,6 +255,31 @@ def largest_error_of_gradients(one: Observation, two: Observation, tolerance: To
     return max(_errors(one.gradients, two.gradients, tolerance).values(), default=0.0)
 
 
+def lost_number(whole: Observation, sliced: Observation) -> str:
+    """The loss, a gradient or a new weight that is nan in slices alone; empty if there is none.
+
+    Args:
+        whole: What one device does.
+        sliced: What slices do.
+    """
+    if whole.loss is not None and sliced.loss is not None and _is_lost(whole.loss, sliced.loss):
+        return f"the loss is {float(whole.loss):.6g} on one device"
+    for kind, here, there in (
+        ("gradient", whole.gradients, sliced.gradients),
+        ("new weight", whole.weights, sliced.weights),
+    ):
+        for name, value in here.items():
+            if name in there and _is_lost(value, there[name]):
+                return f"{kind} {name} has none on one device"
+    return ""
+
+
+def _is_lost(whole: torch.Tensor, sliced: torch.Tensor) -> bool:
+    # Sparse ones by their values.
+    parts = [one.coalesce().values() if one.is_sparse else one for one in (sliced, whole)]
+    return bool(parts[0].isnan().any()) and not bool(parts[1].isnan().any())
+
+
 def drew_alike(whole: Observation, sliced: Observation, *, shares_draws: bool = True) -> bool:
     """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference.
 
