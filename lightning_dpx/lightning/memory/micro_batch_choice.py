@@ -70,11 +70,15 @@ class MicroBatchChooser:
         self._is_open = True  # nothing is decided yet
         self._raised = 0  # the number that a step out of memory was given
 
-    def choose(self, step: StepInput) -> bool:
+    def choose(self, step: StepInput, fits: Callable[[StepInput], bool]) -> bool:
         """Chooses, of the first batch and of larger ones, into how many micro-batches every device's slice is cut.
 
         Chosen again where parameters were unfrozen. A larger batch never has fewer: what was chosen before is needed
         for the smaller ones.
+
+        Args:
+            step: The next one.
+            fits: Whether a step is planned as it is cut, and no slower for it than the steps before.
 
         Returns:
             Whether there are more from this step on; replicas were then made for them.
@@ -90,6 +94,9 @@ class MicroBatchChooser:
         grows = self._has_chosen_for_less(step.slices)
         is_undecided = (self._is_open or grows) and not planning.without_loss.skips_profile
         if not session.options.chooses_micro_batches or not is_undecided:
+            return False
+        # Cut as earlier batches were, a slightly larger one fits as a rule, and that takes one profile.
+        if grows and replicas.cuts_slices and self._may_fit_as_cut(step.slices) and fits(step):
             return False
         planning.peaks.end_plan()  # the profiles of a choice take more than any plan allows
         # What is there in reference cycles only is no reason for more micro-batches.
@@ -136,6 +143,18 @@ class MicroBatchChooser:
         """Whether what was chosen, and was not taken back, was for smaller slices than one of these."""
         # Nothing chosen includes a choice that a rehearsal took back: that is not made again.
         return bool(self._choices) and not self._planning.covered.has_slices(slices)
+
+    def _may_fit_as_cut(self, slices: list[BatchSlice]) -> bool:
+        """Whether the largest micro-batch of every device can be profiled within its budget, for all that rows tell."""
+        for home, here in by_device(slices).items():
+            choice = self._choices.get(home)
+            if choice is None:
+                return False
+            candidate = choice.candidate
+            growth = here[0].num_rows / candidate.rows
+            if growth > 1 and candidate.profile.peak * growth > (candidate.budget or 0):
+                return False
+        return True
 
     def slices_in_one_piece(self, batch: Any) -> list[BatchSlice]:
         """One slice of a batch for each device, none of them cut further."""
@@ -242,7 +261,12 @@ class MicroBatchChooser:
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(module, profile, planner, budget)
 
-        whole = parts.of_rows(parts.rows, accumulates=False)
+        earlier = self._choices.get(batch_slice.replica.device)
+        if earlier is None or earlier.candidate.number == 1:
+            whole = parts.in_one_piece()
+        else:
+            # What had to be cut is not tried in one piece once more, which takes several times the budget.
+            whole = parts.on_a_line(earlier.candidate.rows, earlier.cut_share)
         try:
             _plan, choice = plan_in_micro_batches(
                 parts.rows,

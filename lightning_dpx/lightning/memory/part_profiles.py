@@ -1,6 +1,7 @@
 """Profiles of a training step on parts of a device's slice, from which its micro-batches are chosen."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
@@ -9,7 +10,7 @@ from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows
 from lightning_dpx.lightning.memory.profiling import announce_profile, profile_slice
 from lightning_dpx.lightning.memory.shadow_slice import Step, first_rows_of
 from lightning_dpx.lightning.memory.slice_loss import merges_outputs
-from lightning_dpx.memory import Profile
+from lightning_dpx.memory import Profile, extrapolate
 from lightning_dpx.memory.micro_batch_planning import TooFewRowsError, told_as_too_few_rows
 from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.memory.profile.profiler import NotWorthProfilingError
@@ -75,6 +76,33 @@ class PartProfiles:
         profile = self._cache.profiles([key], profiled, bool, devices=[[part.replica.device]])[0][0]
         self._profiles[count, accumulates] = profile
         return profile
+
+    def in_one_piece(self) -> Profile:
+        """The step on all rows."""
+        return self.of_rows(self.rows, accumulates=False)
+
+    def on_a_line(self, rows: int, cut_share: float) -> Profile:
+        """The step on all rows, on the line through steps on no more than ``rows``: it is not tried itself.
+
+        Args:
+            rows: Of the micro-batches of an earlier batch.
+            cut_share: What they took together, over that batch in one piece.
+        """
+        few = rows // 2
+        if not 0 < few < rows < self.rows:
+            return self.in_one_piece()
+        try:
+            less = self.of_rows(few, accumulates=True)
+            more = self.of_rows(rows, accumulates=True)
+        except TooFewRowsError:
+            # Nothing was asked of them yet, so nothing is told of it.
+            self.failed.pop()
+            return self.in_one_piece()
+        found = extrapolate(less, more, (few, rows), self.rows)
+        # Times of small steps are no line; what cutting costs is known from where both ways were timed.
+        in_time = self.rows / rows / cut_share
+        seconds = more.step_seconds * in_time
+        return replace(found, step_seconds=seconds, forward_seconds=more.forward_seconds * in_time)
 
     def of_rows_if(self, count: int, is_worth: IsWorth) -> Profile | None:
         """The step of a micro-batch of ``count`` rows, where ``is_worth`` says so of its seconds.

@@ -69,7 +69,7 @@ class PlannedStepMemory(StepMemory):
         Raises:
             BudgetError: the budget cannot be met, whatever the number.
         """
-        return self._micro_batches.choose(StepInput(slices, args, kwargs))
+        return self._micro_batches.choose(StepInput(slices, args, kwargs), self._planner.fits)
 
     def choose_evaluation_micro_batches(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Looks at the first batch of an evaluation, and at larger ones."""

@@ -18,6 +18,7 @@ from lightning_dpx.lightning.memory.room_check import RoomCheck
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.memory.update_memory import bytes_of_update
+from lightning_dpx.memory.profile import timing_effort
 from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.replicas.batch_norm import batch_norms_by_slice
 from lightning_dpx.replicas.shared_iterators import iterators_peeked
@@ -80,6 +81,24 @@ class StepPlanner:
                 )
         self._plan_joint_calls(step.slices)
         self._room_check.before_step(step.slices)
+
+    def fits(self, step: StepInput) -> bool:
+        """Whether a step is planned within the budget, and computes no greater share of itself again than those before.
+
+        Its plan is followed from then on.
+        """
+        before = self._most_again()
+        # As the step itself would begin, so that a profile takes the same branches.
+        self._session.replicas.python_state.share()
+        try:
+            self.plan(step)
+        except BudgetError:
+            return False
+        return self._most_again() <= before + timing_effort.uncertainty()
+
+    def _most_again(self) -> float:
+        """The largest share of a step that a plan has computed again."""
+        return max((plan.recompute_share or 0.0 for plan in self._planning.devices.plans.values()), default=0.0)
 
     def _needs_plan(self, slices: Sequence[BatchSlice]) -> bool:
         """Of several processes all plan if one must: a step may meet the others', and so may its rehearsal."""
@@ -192,6 +211,6 @@ class StepPlanner:
         if norms:  # nothing is rehearsed before the first batch, and that is what its rehearsal would find
             self._micro_batches.stay_whole(f"{', '.join(norms[:3])} would normalize by micro-batch.")
         slices = session.slices.of("training_step", batch)
-        if self._micro_batches.choose(StepInput(slices, args, {})):
+        if self._micro_batches.choose(StepInput(slices, args, {}), self.fits):
             slices = session.slices.of("training_step", batch)
         self.plan(StepInput(slices, args, {}), "example_batch")

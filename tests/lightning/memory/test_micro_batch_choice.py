@@ -143,6 +143,23 @@ def test_a_step_that_does_not_fit_is_cut(one_device, caplog) -> None:
     assert "as on one device" in said(caplog)
 
 
+def test_a_batch_that_is_larger_than_those_that_were_cut_is_profiled_in_micro_batches(caplog) -> None:
+    """In one piece a look at it takes several times the budget: what had to be cut has no room for that."""
+    sizes = (ROWS, 5 * ROWS // 4, 4 * ROWS)
+    module = Tower()
+    options = options_for(module, HALF)
+    caplog.set_level("INFO")
+    trainer = make_trainer(devices=1, max_epochs=1, strategy=dpx.DPXStrategy(plan_cache=False, **options))
+    batches: Any = [torch.randn(rows, 16) for rows in sizes]
+    data = DataLoader(batches, batch_size=None)
+    trainer.fit(module, data, data)
+    whole, *parts = [int(rows) for rows in re.findall(r"profiles a step on (\d+) rows", said(caplog))]
+    assert whole == ROWS
+    assert max(parts) < ROWS
+    cut = [int(number) for number in re.findall(r"(\d+) micro-batches of", said(caplog))]
+    assert cut[0] < cut[-1], "the largest is cut further"
+
+
 class LeavesGarbage(Callback):
     """Leaves a tensor in a reference cycle before the first step, and looks whether it is there after it."""
 
