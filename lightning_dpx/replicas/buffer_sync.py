@@ -12,7 +12,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.parameter_sync import check_names
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.torch_compat import buffers_of, foreach_copy_, preserve_version_counter, version_counter
+from lightning_dpx.torch_compat import buffers_of, bytes_of, foreach_copy_, preserve_version_counter, version_counter
 
 BufferMode = Literal["broadcast", "mean"]
 BufferRule = Literal["first", "mean", "sum", "max", "min"]  # "sum" is what it was, and all changes of it
@@ -233,7 +233,7 @@ class BufferSync:
         """Bytes of what :meth:`remember` keeps on replica 0's device; with ``to_come`` none if they are there."""
         if to_come and _alike(self._root.buffers, self._before):
             return 0
-        return sum(buffer.nbytes for buffer in self._root.buffers)
+        return bytes_of(self._root.buffers)
 
     def show(self, active: Sequence[Replica], rows: Sequence[int] = (), choose: ChooseBufferRule | None = None) -> None:
         """Between a forward and its backward: replica 0's buffers are for hooks what :meth:`collect` makes of them.

@@ -13,6 +13,7 @@ import torch
 
 from lightning_dpx.replicas.remote_tensor import version_of
 from lightning_dpx.replicas.seen_values import SeenTensor, is_still
+from lightning_dpx.torch_compat import bytes_of
 
 _LARGEST = 2**12  # bytes
 
@@ -79,7 +80,7 @@ class TensorsBefore:
 
 def _held(state: dict[str, Any], key: str, seen: SeenTensor, tensor: torch.Tensor) -> _Held:
     # What a copy of a subclass is, only that knows.
-    if type(tensor) is not torch.Tensor or tensor.is_inference() or tensor.nbytes > _LARGEST:
+    if type(tensor) is not torch.Tensor or tensor.is_inference() or bytes_of([tensor]) > _LARGEST:
         return _Held(state, key, seen, None, None)
     has_graph = tensor.grad_fn is not None
     return _Held(state, key, seen, tensor.detach().clone(), None if has_graph else tensor)

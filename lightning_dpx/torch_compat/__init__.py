@@ -139,6 +139,7 @@ from lightning_dpx.torch_compat.sharded import (
 )  # fmt: skip
 from lightning_dpx.torch_compat.tensors import (
     adopt_backward_hooks_kind,
+    bytes_of,
     check_input_dim,
     flatten_dense,
     is_refused_by_modes,
@@ -146,6 +147,7 @@ from lightning_dpx.torch_compat.tensors import (
     mark_as_parameter,
     on_tensors_of_tensors,
     shares_memory,
+    stored_parts,
     unflatten_dense,
     weak_storage,
     with_memory_in,
@@ -153,7 +155,7 @@ from lightning_dpx.torch_compat.tensors import (
 
 __all__ = [
     "adopt_backward_hooks_kind", "AnyBatchNorm", "AnyInstanceNorm", "apply_to_tensors", "backward_hooks_of",
-    "backward_pre_hooks_of", "buffers_of", "check_input_dim", "COLLECTIVES",
+    "backward_pre_hooks_of", "buffers_of", "bytes_of", "check_input_dim", "COLLECTIVES",
     "compile_backends", "compile_settings_of", "compiled_call_of",
     "compiles_one_graph", "hook_compiled_function", "compiler_apart", "COMPILER_TYPES", "CompileSettings",
     "COMPOSABLE_STATE",
@@ -179,7 +181,8 @@ __all__ = [
     "PRIVATE_NAMES", "PrivateName", "privateuse1_backend_name", "profiler_is_enabled", "ProfilerConfig",
     "ProfilerEventType", "push_saved_tensors_hooks", "pynvml_handler", "pytree", "register_device_module",
     "reset_sharded", "roots_of", "run_backward", "saved_tensors_hooks_enabled", "schema_of", "shard_of",
-    "sharded_parameters", "shares_memory", "start_legacy_profiler", "submodules_of", "top_saved_tensors_hooks",
+    "sharded_parameters", "shares_memory", "start_legacy_profiler", "stored_parts", "submodules_of",
+    "top_saved_tensors_hooks",
     "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
     "unflatten_dense", "unpin", "user_cache_dir", "version_counter", "view_base", "was_traced", "weak_storage",
     "with_memory_in", "with_part",

@@ -196,6 +196,10 @@ PRIVATE_NAMES: dict[str, PrivateName] = {
     "torch.Tensor._version": PrivateName(
         why="counts writes in place", without="changed parameters are not sent to the replicas"
     ),
+    "torch.Tensor._indices": PrivateName(
+        why="the memory of a sparse tensor that is not coalesced", without="budgets on the host refuse sparse tensors"
+    ),
+    "torch.Tensor._values": PrivateName(why="as _indices", without="budgets on the host refuse sparse tensors"),
     "torch.Tensor._base": PrivateName(why="what a view looks at", without="memory of views would be counted twice"),
     "torch.Tensor._is_view": PrivateName(why="as _base", without="memory of views would be counted twice"),
     "torch.Tensor._backward_hooks": PrivateName(

@@ -1,6 +1,6 @@
 """Tensors and modules: what they are made of, whose memory they look at, what they check."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_dpx.torch_compat.names import key_of
+from lightning_dpx.torch_compat.names import has_storage, key_of
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -65,6 +65,23 @@ def with_memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
             # One wrapper may hold another, such as a DTensor whose parts are quantized.
             found += with_memory_in(held)
     return found
+
+
+def stored_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with a storage that ``tensor`` is made of: of a sparse one its indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        # As they lie there: asking for them by their public names takes a coalesced one.
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return list(filter(has_storage, with_memory_in(tensor)))
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """What their elements take, of sparse ones those that are there; a storage may hold more, or be shared."""
+    return sum(part.nbytes for tensor in tensors for part in stored_parts(tensor))
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

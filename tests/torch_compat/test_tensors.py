@@ -7,9 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.torch_compat import (
+    bytes_of,
     flatten_dense,
     is_refused_by_modes,
     shares_memory,
+    stored_parts,
     unflatten_dense,
     with_memory_in,
 )
@@ -64,3 +66,13 @@ def test_torch_refuses_the_constructor_of_a_tensor_subclass_under_a_mode() -> No
     with Watching():
         assert type(rows.as_subclass(Tagged)) is Tagged  # which is the way out
     assert not is_refused_by_modes(RuntimeError("of another kind"))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+def test_a_sparse_tensor_is_stored_as_its_indices_and_values(layout: torch.layout) -> None:
+    sparse = torch.eye(5).to_sparse(layout=layout)
+    *indices, values = stored_parts(sparse)
+    assert torch.equal(values, torch.ones(5))
+    assert bytes_of([sparse]) == sum(part.nbytes for part in indices) + 20
+    assert bytes_of([torch.eye(5)]) == 100

@@ -13,7 +13,7 @@ import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.replicas import ReplicaSet
-from lightning_dpx.torch_compat import has_storage, key_of, tree_leaves
+from lightning_dpx.torch_compat import bytes_of, key_of, stored_parts, tree_leaves
 
 
 class HeldAttributes:
@@ -24,7 +24,7 @@ class HeldAttributes:
 
     def bytes_of_copy(self, replicas: ReplicaSet) -> int:
         """Bytes that a copy of the module has of what was there before the first step."""
-        return sum(tensor.nbytes for tensor in self._held_first(replicas))
+        return bytes_of(self._held_first(replicas))
 
     def bytes_on_host(self, replicas: ReplicaSet) -> int:
         """Bytes there of what was there before the first step, with the copies that other replicas have."""
@@ -51,11 +51,11 @@ def _bytes_of_storages(tensors: Iterable[torch.Tensor], replicas: ReplicaSet) ->
     """Bytes on the host, each storage once; none of parameters and buffers, which are counted as such."""
     counted = set[int]()
     for replica in replicas.replicas:
-        own = filter(has_storage, chain(replica.parameters, replica.buffers))
-        counted.update(key_of(tensor.untyped_storage()) for tensor in own)
+        own = chain.from_iterable(map(stored_parts, chain(replica.parameters, replica.buffers)))
+        counted.update(key_of(part.untyped_storage()) for part in own)
     found = dict[int, int]()
-    for tensor in filter(has_storage, tensors):
-        storage = tensor.untyped_storage()
-        if is_host(tensor.device) and key_of(storage) not in counted:
+    for part in chain.from_iterable(map(stored_parts, tensors)):
+        storage = part.untyped_storage()
+        if is_host(part.device) and key_of(storage) not in counted:
             found[key_of(storage)] = storage.nbytes()
     return sum(found.values())

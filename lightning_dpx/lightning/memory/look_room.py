@@ -8,6 +8,7 @@ from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.replicas import BatchSlice
+from lightning_dpx.torch_compat import bytes_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -52,5 +53,4 @@ class LookRoom:
     def _bytes_of_copy(self) -> int:
         """Of what every shadow has of its own."""
         replicas = self._session.replicas
-        buffers = sum(buffer.nbytes for buffer in replicas.root.buffers)
-        return buffers + sum(tensor.nbytes for tensor in replicas.copied_tensors())
+        return bytes_of(replicas.root.buffers) + bytes_of(replicas.copied_tensors())

@@ -16,7 +16,7 @@ from lightning_dpx.lightning.memory.kept_states import times_kept
 from lightning_dpx.lightning.memory.shadow_optimizer import is_of_torch, trained_by
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.replicas import BatchSlice
-from lightning_dpx.torch_compat import key_of, tree_leaves
+from lightning_dpx.torch_compat import key_of, stored_parts, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,9 @@ class StaticMemory:
             # Replicas on the host share the storage of their parameters: each storage counts once.
             storages = {}
             for tensor in tensors:
-                storage = tensor.untyped_storage()
-                storages[key_of(storage)] = storage.nbytes()
+                for part in stored_parts(tensor):
+                    storage = part.untyped_storage()
+                    storages[key_of(storage)] = storage.nbytes()
             return sum(storages.values()) + self._bytes_of_batch() + self.attributes
         return allocated_and_peak(device)[0]
 

@@ -15,6 +15,7 @@ from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.memory import BesideActivations
 from lightning_dpx.replicas import BatchSlice
+from lightning_dpx.torch_compat import bytes_of
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
@@ -82,7 +83,7 @@ class StaticOfSteps:
     ) -> BesideActivations:
         """What a replica's micro-batches need beside their activations, and a step in one piece does not."""
         here = by_device(slices)[device]
-        buffers = sum(buffer.nbytes for buffer in here[0].replica.buffers)
+        buffers = bytes_of(here[0].replica.buffers)
         alone = self._session.training.runs_alone(slices)
         beside = BesideActivations(
             buffers=buffers, keeps_buffers=alone, attributes=self._attributes.bytes_of_copy(self._session.replicas)

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.call_draws import unseen
 from lightning_dpx.memory.execute.module_anatomy import Anatomy
-from lightning_dpx.torch_compat import AnyBatchNorm, AnyInstanceNorm, buffers_of, version_counter
+from lightning_dpx.torch_compat import AnyBatchNorm, AnyInstanceNorm, buffers_of, bytes_of, version_counter
 
 _NORMS = (AnyBatchNorm.forward, AnyInstanceNorm.forward)
 _SMALL_BUFFER = 4096  # bytes; of larger ones no copy is made at every call, which no plan counts
@@ -171,7 +171,7 @@ def _buffers_of(parts: Collection[nn.Module]) -> list[_Buffer]:
         for key, tensor in buffers_of(part).items():
             if tensor is not None:
                 # The second call of a norm in training may read any statistics: it uses none.
-                small = tensor.nbytes <= _SMALL_BUFFER and not (_is_norm(part) and part.training)
+                small = bytes_of([tensor]) <= _SMALL_BUFFER and not (_is_norm(part) and part.training)
                 copy = tensor.detach().clone() if small else None
                 buffers.append(_Buffer(part, key, tensor, version_counter(tensor), copy))
     return buffers

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_dpx.python_objects.object_graph import ObjectGraph, is_tensor_or_module
 from lightning_dpx.replicas.copying.module_copy import attribute_values
 from lightning_dpx.replicas.copying.shared_objects import is_shared, modules_without
-from lightning_dpx.torch_compat import has_storage
+from lightning_dpx.torch_compat import stored_parts
 
 
 def copied_tensors(module: nn.Module, keep: Sequence[object] = ()) -> list[torch.Tensor]:
@@ -40,4 +40,4 @@ def _ends_walk(value: Any, kept: Collection[int], structure: Collection[int]) ->
 
 
 def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and has_storage(value) and not value.is_meta
+    return isinstance(value, torch.Tensor) and not value.is_meta and bool(stored_parts(value))

@@ -100,3 +100,37 @@ def test_of_looks_that_have_no_room_it_is_said_once(caplog: Any) -> None:
         warnings.simplefilter("ignore")
         fitted(WithTable(grows=True), 12 * MIB, batches=17, micro_batches=2)
     assert caplog.text.count("is not looked at again in later ones") == 1
+
+
+class WithSparse(WithTable):
+    """Multiplies by a sparse matrix, in an attribute or in a buffer."""
+
+    def __init__(self, layout: torch.layout, is_buffer: bool) -> None:
+        super().__init__()
+        self.table = torch.ones(1, 64)
+        ends = torch.arange(65)
+        places = torch.arange(64)
+        if layout is torch.sparse_coo:
+            matrix = torch.sparse_coo_tensor(torch.stack([places, places]), torch.ones(64))
+        else:
+            matrix = torch.sparse_csr_tensor(ends, places, torch.ones(64), (64, 64))
+        if is_buffer:
+            self.register_buffer("matrix", matrix)
+        else:
+            self.matrix = matrix
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([(self.matrix @ batch[0].t()).t()], batch_idx)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_of_sparse_ones_what_is_there_counts(layout: torch.layout, is_buffer: bool) -> None:
+    module = WithSparse(layout, is_buffer)
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    indices = 2 * 64 if layout is torch.sparse_coo else 65 + 64  # of 8 bytes
+    held = parameters + 2048 * 64 * 4 + module.table.nbytes + 8 * indices + 4 * 64
+    in_one_piece = fitted(module, 12 * MIB, micro_batches=1)
+    assert in_one_piece.rooms == [12 * MIB - held]
+    fitted(module, 12 * MIB, micro_batches=2)

@@ -16,6 +16,7 @@ from lightning_dpx.lightning.memory.kept_states import times_kept
 from lightning_dpx.memory import BesideActivations, MemoryPlan
 from lightning_dpx.reducers import make_reducer
 from lightning_dpx.replicas.copying.copied_tensors import copied_tensors
+from lightning_dpx.torch_compat import bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def lasting_bytes(
                 "parameters": sum(parameter.nbytes for parameter in parameters),
                 "gradients": all_gradients + arriving - counted,
                 "optimizer": int(states * owned),
-                "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+                "buffers": bytes_of(module.buffers()),
                 "communication": all_gradients if settings.keeps_buckets else 0,
                 # They come within the step, and are no part of what is there all the time.
                 "counted": counted,
@@ -170,9 +171,9 @@ def beside_micro_batches(trainer: Trainer, module: LightningModule, settings: Se
 
     Where a step in one piece counts its gradients as they come, those of earlier micro-batches are what is beside.
     """
-    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    buffers = bytes_of(module.buffers())
     # The trainer leads to everything of the run, and is no part of a copy.
-    attributes = sum(tensor.nbytes for tensor in copied_tensors(module, [trainer, trainer.strategy, *trainer.loggers]))
+    attributes = bytes_of(copied_tensors(module, [trainer, trainer.strategy, *trainer.loggers]))
     beside = BesideActivations(buffers=buffers, attributes=attributes)
     if not counts_gradients(trainer, module, settings) and not keeps_earlier_gradients(trainer, module):
         return beside
