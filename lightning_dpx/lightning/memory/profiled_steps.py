@@ -8,6 +8,7 @@ import torch
 
 from lightning_dpx.lightning.lightning_api import Trainer
 from lightning_dpx.lightning.lightning_compat import trainer_of
+from lightning_dpx.lightning.memory.batch_shapes import Shapes, bytes_of_tensors, shapes_of
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, agreement, key_of_run_step
 from lightning_dpx.lightning.memory.profiling import announce_profile, devices_of, profile_slice
 from lightning_dpx.lightning.memory.shadow_slice import Step
@@ -63,7 +64,7 @@ def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlic
     """The slices that every device has a part in at a time, the largest first; of micro-batches the largest alone."""
     slices_of: dict[torch.device, list[BatchSlice]] = {}
     seen: set[int] = set()
-    for batch_slice in sorted(slices, key=lambda batch_slice: -batch_slice.num_rows):
+    for batch_slice in sorted(slices, key=_size, reverse=True):
         # Micro-batches of a device share their parameters, and run one after the other.
         parameters = batch_slice.replica.parameters
         if parameters and id(parameters[0]) in seen:  # it has its turn when the largest is gone
@@ -72,6 +73,21 @@ def by_device(slices: Sequence[BatchSlice]) -> dict[torch.device, list[BatchSlic
         for device in devices_of(batch_slice.replica):
             slices_of.setdefault(device, []).append(batch_slice)
     return slices_of
+
+
+def _size(batch_slice: BatchSlice) -> tuple[int, int]:
+    """By which slices are compared: of as many rows some are larger, such as graphs of more nodes."""
+    return batch_slice.num_rows, bytes_of_tensors(batch_slice.batch)
+
+
+def _are_alike(slices: Sequence[BatchSlice]) -> bool:
+    """Whether all slices of as many rows have the same shapes, so that rows tell which step it is."""
+    shapes: dict[int, Shapes] = {}
+    for batch_slice in slices:
+        mine = shapes_of(batch_slice.batch)
+        if shapes.setdefault(batch_slice.num_rows, mine) != mine:
+            return False
+    return True
 
 
 def profiled_steps(
@@ -104,7 +120,9 @@ def profiled_steps(
 
     def profiled() -> list[list[Profile]]:
         # Where micro-batches were chosen, the same steps were profiled moments ago.
-        known: _Known = {(): {rows: [one] for (rows, adds), one in known_profiles.items() if adds == accumulates}}
+        known: _Known = {}
+        if _are_alike(step.slices):
+            known[()] = {rows: [one] for (rows, adds), one in known_profiles.items() if adds == accumulates}
         profile = partial(
             profile_slice,
             replicas,
