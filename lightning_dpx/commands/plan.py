@@ -19,6 +19,7 @@ from lightning_dpx.commands.plan_arguments import (
     check_files,
     check_settings,
     cli_to_look,
+    devices_of,
     look_on_device,
     parse_number,
     settings_of,
@@ -185,8 +186,7 @@ def _settings(args: argparse.Namespace, cli: Any) -> Settings:
     # The initialized config holds the strategy as an object, and the other one the number of
     # devices as it was written.
     chosen = look_up(cli, cli.config_init, "trainer.strategy")
-    devices = args.devices or look_up(cli, cli.config, "trainer.devices")
-    settings = settings_of(chosen, args.budget, devices, args.planner)
+    settings = settings_of(chosen, args.budget, devices_of(args, cli), args.planner)
     settings = replace(settings, cache=PlanCache(args.plan_cache, TellOnce()))
     if args.micro_batches is not None:
         settings = replace(settings, micro_batches=parse_number(args.micro_batches))

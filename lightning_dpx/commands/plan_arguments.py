@@ -38,7 +38,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         help='a number of CUDA devices, whatever the accelerator of the config is, or names such as "cuda:0,cuda:1" or '
-        '"cpu"; the number of the config unless given',
+        '"cpu"; those of the config unless given, which are CUDA devices if its accelerator is neither cpu nor sim',
     )
 
 
@@ -90,6 +90,20 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         micro_batches=own.micro_batches,
     )
     return with_merged_replicas(settings)
+
+
+def devices_of(args: argparse.Namespace, cli: Any) -> Any:
+    """What ``--devices`` says, or the config, for :func:`parse_devices`."""
+    if args.devices:
+        return args.devices
+    devices = look_up(cli, cli.config, "trainer.devices")
+    accelerator = look_up(cli, cli.config, "trainer.accelerator")
+    # Of these alone every machine has as many as are asked for, so that a config means them.
+    if accelerator not in ("cpu", "sim"):
+        return devices
+    # A Trainer takes one, where nothing is said.
+    number = 1 if devices == "auto" else int(devices)
+    return ",".join(f"{accelerator}:{index}" if accelerator == "sim" else accelerator for index in range(number))
 
 
 def check_config(args: argparse.Namespace, others: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from lightning_dpx.commands.plan_arguments import (
     check_files,
     check_settings,
     cli_to_look,
+    devices_of,
     look_on_device,
     parse_number,
     settings_of,
@@ -226,8 +227,7 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     whole_config = config_of(cli)
     key = key_of(args, whole_config) if args.save is not None or args.measure else ""
     strategy = look_up(cli, cli.config_init, "trainer.strategy")
-    devices = args.devices or look_up(cli, cli.config, "trainer.devices")
-    settings = settings_of(strategy, args.budget, devices, args.planner)
+    settings = settings_of(strategy, args.budget, devices_of(args, cli), args.planner)
     settings = replace(
         settings, cache=PlanCache(args.plan_cache, TellOnce()), micro_batches=parse_number(args.micro_batches)
     )

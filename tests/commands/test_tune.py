@@ -92,6 +92,16 @@ def test_the_best_is_written_as_a_config_that_fits_follows(tmp_path: Path, capsy
     assert main(["fit", "--config", str(saved), "--trainer.fast_dev_run", "1"]) == 0
 
 
+def test_a_config_with_an_accelerator_that_is_everywhere_means_it(tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--config", config(tmp_path), "--batch-sizes", "64", "--trainer.accelerator", "cpu"]
+    for devices in (["--trainer.devices", "auto"], ["--trainer.devices", "2"]):
+        _, found = tuned(capsys, *arguments, *devices)
+        assert found["batch_sizes"][0]["device"] == "cpu"
+    # A number is of CUDA devices, which need not be here.
+    _, found = tuned(capsys, *arguments, "--devices", "2")
+    assert found["batch_sizes"][0]["device"] == "cuda:0"
+
+
 def test_the_fastest_are_measured(tmp_path: Path, capsys: Any) -> None:
     own = config(tmp_path, strategy="dpx")
     status, found = tuned(capsys, "--config", own, "--batch-sizes", "32,64,128,256", "--devices", "cpu", "--measure")
@@ -255,7 +265,10 @@ def test_where_nothing_fits_the_status_says_so(tmp_path: Path, capsys: Any) -> N
         ),
         (["--precisions", "32-true,"], "--precisions 32-true, is not allowed; give names: 32-true,bf16-mixed"),
         (["--devices", "-1"], "devices='-1' means all that a machine has, and the devices need not be here"),
-        (["--trainer.devices", "auto"], "devices='auto' means all that a machine has"),
+        (
+            ["--trainer.devices", "auto", "--trainer.accelerator", "gpu"],
+            "devices='auto' means all that a machine has",
+        ),
         (["--trainer.nobody", "1"], "nobody"),
     ],
 )
