@@ -70,7 +70,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Of a step in which nothing travels."""
+        """Seconds of a step in which nothing travels."""
         return self.batches * (self.forward + self.backward) + self.optimizer
 
 
@@ -144,7 +144,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.reduction + self.between_nodes + self.parameters
 
     @property

@@ -191,7 +191,7 @@ class DPXStrategy(HookedStrategy):
 
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
-        """As given, a text as bytes."""
+        """The budget as given, a text as bytes."""
         budget: dict[str, int | float | str] | int | float | str | None = self.planning.rooms.budgets.given
         return budget
 

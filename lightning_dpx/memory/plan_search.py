@@ -199,7 +199,7 @@ class _Search:
         return self._cache.profile(key, profile)
 
     def _key_of(self, inputs: Inputs, accumulates: bool) -> str:
-        """Of a profile in the cache."""
+        """The key of a profile in the cache."""
         if not self._cache.is_on:  # a key is a digest of all that the module leads to
             return ""
         others: list[Any] = [str(self._device)]

@@ -148,7 +148,7 @@ def plan_of_first_rank(make: Callable[[], _T]) -> _T:
 
 
 def made_by_rank(rank: int, make: Callable[[], _T]) -> _T:
-    """The same, of the process ``rank``."""
+    """What the process ``rank`` has made, on all processes."""
     if not has_other_processes():
         return make()
     who = "The first process" if rank == 0 else f"Process {rank}"

@@ -76,7 +76,7 @@ class ObjectState:
         return [entry.path for entry in self._entries]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those among what the attributes hold."""
+        """The tensors among what the attributes hold."""
         return [entry.value for entry in self._entries if isinstance(entry.value, torch.Tensor)]
 
     def marks(self) -> list[Any]:

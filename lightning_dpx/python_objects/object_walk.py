@@ -121,7 +121,7 @@ class WalkOptions:
 
 
 class ObjectWalk:
-    """One walk.
+    """A walk through what modules and classes hold, object by object.
 
     Args:
         modules: Whose attributes; modules behind them that are not among these are an obstacle.

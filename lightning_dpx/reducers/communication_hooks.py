@@ -34,7 +34,7 @@ class HookBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Of the bucket, among those of a step."""
+        """The place of the bucket among those of a step."""
         return self._index
 
     def buffer(self) -> torch.Tensor:

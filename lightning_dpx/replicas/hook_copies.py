@@ -43,7 +43,8 @@ class HookCopies:
         self._of_parameters = ParameterHooks(self._root.parameters)
 
     def check_parameters(self) -> None:
-        """
+        """Refuses hooks that parameters have got since they were last accepted.
+
         Raises:
             ReplicationError: a parameter has a hook that it did not have when they were last accepted.
         """

@@ -36,7 +36,7 @@ class OutputGradients:
 
     @classmethod
     def read(cls, out_grads: Any, num_rows: int, dims: OutputDims) -> Self:
-        """Those that a caller gave.
+        """The gradients that a caller gave.
 
         Raises:
             SliceError: none of them has as many rows as the batch.

@@ -52,7 +52,7 @@ class Cut(Protocol):
 
 
 class _ThreadState(threading.local):
-    """Of the calling thread.
+    """What each thread has of its own.
 
     Attributes:
         is_paused: Whether operators run where their tensors are.

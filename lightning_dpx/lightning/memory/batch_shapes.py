@@ -74,7 +74,7 @@ class KnownShapes:
         return self.covers_shapes(shapes_of(batch))
 
     def covers_shapes(self, shapes: Shapes) -> bool:
-        """The same, of a batch with these shapes."""
+        """Whether no shape is larger in any dim than that of one known batch."""
         return any(_within(shapes, known) for known in self._largest)
 
     def add(self, batch: Any) -> None:

@@ -17,7 +17,7 @@ from lightning_dpx.torch_compat import bytes_of, key_of, stored_parts, tree_leav
 
 
 class HeldAttributes:
-    """Those of one run."""
+    """The tensors that modules of a run hold in attributes."""
 
     def __init__(self) -> None:
         self._first: list[weakref.ref[torch.Tensor]] | None = None  # that were there before the first step

@@ -51,6 +51,6 @@ class LookRoom:
         return copies if is_worth_telling(held + copies + activations, limit) else 0
 
     def _bytes_of_copy(self) -> int:
-        """Of what every shadow has of its own."""
+        """Bytes of what every shadow has of its own."""
         replicas = self._session.replicas
         return bytes_of(replicas.root.buffers) + bytes_of(replicas.copied_tensors())

@@ -114,7 +114,7 @@ class _RankStep:
 
     @property
     def rows(self) -> int:
-        """Of the batch."""
+        """Rows of the batch."""
         return rows_to_weigh_by(self.batch)
 
     def on(self, inputs: Any) -> Run:

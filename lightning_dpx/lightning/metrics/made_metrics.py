@@ -64,7 +64,7 @@ class MadeMetrics:
             _REDIRECTED.begin()
 
     def end(self) -> None:
-        """It watches no more."""
+        """Ends the watch."""
         _WATCHES.discard(self)
         # Of a run that was not torn down the watch is gone with its session.
         # That of another run, in the middle of which this one was, goes on.

@@ -84,7 +84,7 @@ class _Cutter:
         self.leaves: list[Tensor] = []
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The same values without a history."""
+        """The values, detached from their history."""
         leaf = tensor.detach()
         if tensor.requires_grad:
             self.leaves.append(leaf.requires_grad_(self._with_gradients))

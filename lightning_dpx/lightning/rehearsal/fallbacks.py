@@ -13,7 +13,7 @@ from lightning_dpx.lightning.rehearsal.verdicts import Verdicts
 
 
 class Fallbacks:
-    """Those of a run.
+    """Has steps fall back to one device, or fewer slices, where slices do not give what it would.
 
     Args:
         strategy: Whose batches are cut.

@@ -65,7 +65,7 @@ class Call:
 
     @property
     def dataloader_idx(self) -> int:
-        """Of an evaluation with several loaders."""
+        """The index of the loader, in an evaluation with several."""
         return self.key[1]
 
     @property

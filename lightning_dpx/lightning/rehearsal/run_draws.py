@@ -25,7 +25,7 @@ class _DrawsApart(ReplicaRank):
     generators: GeneratorStates
 
     def exchange(self, kind: str, value: Any, act: Callable[[list[Any]], Any], *, optional: bool) -> Any:
-        """As any replica, but for the generators."""
+        """Meets the others as any replica, but for the generators."""
         own = self._now()
 
         def act_and_note(values: list[Any]) -> Any:

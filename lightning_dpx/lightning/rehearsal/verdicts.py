@@ -12,7 +12,7 @@ _CHECKED_AGAIN = ", and is in later batches that do it, until a check has seen i
 
 
 class Verdicts:
-    """Those of a run.
+    """Says what the rehearsals of a run have found, once each.
 
     Args:
         strategy: Whose steps are checked.

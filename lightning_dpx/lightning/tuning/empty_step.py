@@ -36,7 +36,7 @@ _LONGEST = 2.0  # seconds that pass, after which no further batch is loaded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmptyRun:
-    """Of what run the empty step is.
+    """The run that an empty step belongs to.
 
     Attributes:
         devices: One for each replica: all the host, or each an accelerator of the same type.
@@ -211,7 +211,7 @@ class _EmptyStep(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Those that were given."""
+        """The optimizers that were given."""
         return list(self._made)
 
 

@@ -47,7 +47,7 @@ class ReachedValues:
         self._unnamed = weakref.WeakSet[Value]()
 
     def add(self, value: Value) -> None:
-        """One was found."""
+        """Adds one that was found."""
         if value.name:
             self._names.add(value.name)
         else:
@@ -60,7 +60,7 @@ class ReachedValues:
 
     @property
     def names(self) -> set[str]:
-        """Of those found that have one."""
+        """The names of those found that have one."""
         return set(self._names)
 
 

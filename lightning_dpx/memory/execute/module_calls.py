@@ -55,7 +55,7 @@ class Listener(Protocol):
     """Is told of the calls that are noted."""
 
     def begins(self, call: Call) -> None:
-        """One begins."""
+        """A call begins."""
 
     def ends(self, call: Call) -> None:
         """A call is over."""

@@ -93,7 +93,7 @@ class PlannedForwards:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """One that runs.
+    """A planned forward that runs.
 
     Attributes:
         forwards: Of which module and plan it is one.

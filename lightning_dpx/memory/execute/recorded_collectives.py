@@ -148,7 +148,7 @@ class RecordsCollectives(_MeetsCollectives):
             collective.result = out.detach()
 
     def _begun(self, collective: Collective) -> None:
-        """One more has begun."""
+        """Notes that one more collective has begun."""
 
     def _arrived(self, collective: Collective, tensor: torch.Tensor) -> None:
         """What it gave is there."""

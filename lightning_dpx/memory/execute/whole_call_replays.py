@@ -215,7 +215,7 @@ class WholeCallReplay:
         return tensor
 
     def _kept(self, number: int) -> torch.Tensor:
-        """One of a call that could not be dropped."""
+        """A value of a call that could not be dropped."""
         tensor = self.saved[number]
         if version_counter(tensor) != self._versions[number]:
             refuse(tensor, self._versions[number], f"a tensor that {self.call.name!r} saves")

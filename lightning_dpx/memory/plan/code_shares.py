@@ -82,7 +82,7 @@ class _Search:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the parts that save less than they would."""
+        """The shares of the parts that save less than they would."""
         found: dict[str, float] = {}
         for path, numbers in self._calls.items():
             share = min(self._profile.codes[at].runs[self._chosen[at]].share for at in numbers)

@@ -242,7 +242,7 @@ class _Case(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of bookkeeping."""
+        """Seconds that bookkeeping takes."""
         return max(0.0, self.spent - self.operators)
 
 

@@ -83,7 +83,7 @@ class _Line:
         return max(0.0, high + (high - low) / self._apart * self._beyond)
 
     def size(self, low: float, high: float) -> int:
-        """The same, in whole bytes."""
+        """The scaled size, in whole bytes."""
         return round(self.number(low, high))
 
     def time(self, low: float, high: float) -> float:

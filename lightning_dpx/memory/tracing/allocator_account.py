@@ -101,7 +101,7 @@ class Account:
         return 0
 
     def stop(self, started: int) -> OperatorMemory:
-        """It is over: what was taken since."""
+        """Ends the account: what was taken since."""
         return OperatorMemory()
 
 

@@ -192,7 +192,7 @@ class _Placing:
                 self._buffers.update(map(id, value.buffers()))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """That of ``tensor``."""
+        """The counterpart of ``tensor``."""
         if id(tensor) in self._buffers:
             return self._place_buffer(tensor)
         return self._place(tensor)

@@ -27,7 +27,7 @@ def empty(kind: Any) -> Any:
 
 
 def set_state(value: Any, state: Any) -> None:
-    """As ``copy.deepcopy`` does."""
+    """Sets the state of a copy, as ``copy.deepcopy`` does."""
     if state is None:
         return
     if hasattr(value, "__setstate__"):

@@ -101,7 +101,7 @@ class StepProfiles:
         self.home: torch.device = replicas.root.device
 
     def on_batch(self, batch: Any, num_rows: int) -> "StepProfiles":
-        """Those of the same step on another batch.
+        """The profiles of the same step on another batch.
 
         Raises:
             PlanError: the batch has other rows than those.

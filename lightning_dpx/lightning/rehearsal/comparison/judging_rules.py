@@ -90,7 +90,7 @@ class JudgingRules(MergeRules):
         return super().merge_logged(path, values, weights, device, reduce_fx)
 
     def decides(self, path: str) -> bool:
-        """Of all values that one device had, too."""
+        """Whether it is decided how a logged value comes together: all are that one device had, too."""
         return path in self._whole.logged
 
     def merge_batch_sizes(self, path: str, sizes: Sequence[float]) -> float:
