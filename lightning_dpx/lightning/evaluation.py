@@ -75,7 +75,7 @@ class EvaluationFlow:
         buffers = replicas.state.buffers
         try:
             # Precision plugins of Lightning have one and the same context for all evaluations.
-            with session.strategy.precision_plugin.val_step_context(), call.logged_once(slices, rules):
+            with session.strategy.precision_plugin.val_step_context(), call.effects_once(slices, rules):
                 replicas.state.synchronize()
                 # Always: that a step writes buffers may show when it has, and then it runs again whole.
                 buffers.remember()

@@ -95,7 +95,7 @@ class ReplicaCall:
             session.settings.begin_slice()
         if self._draws is not None:
             self._draws.begin_slice(batch_slice.replica.device)
-        # Outside of logged_once(), as in a second pass, what is logged is dropped with this object.
+        # Outside of effects_once(), as in a second pass, what is logged is dropped with this object.
         log = self._logs.get(batch_slice.replica.index) or StepLog(batch_slice)
         recording = _NOTHING if self._logs_at_once else log.recording(module)  # type: ignore[arg-type]
         context = session.context(module) if session.has_contexts else _NOTHING
@@ -128,7 +128,7 @@ class ReplicaCall:
             self._draws = BatchDraws(rules.draws_once, replicas.traits.draws.generators, replicas.root.device)
 
     @contextmanager
-    def logged_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
+    def effects_once(self, slices: Sequence[BatchSlice], rules: MergeRules) -> Iterator[None]:
         """Runs the slices in here; what each does to objects that all share happens once, for the whole batch.
 
         That is: logs, metrics, iterators, settings of optimizers, ``should_stop``. Where the slices do not fit
@@ -139,23 +139,13 @@ class ReplicaCall:
             rules: How logged values are merged.
         """
         session = self._session
-        state = session.replicas.python_state
-        metrics = session.metrics
-        self.share_draws(rules)
-        self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
-        # The whole batch on the user's own module, which may read what it has logged.
-        self._logs_at_once = len(slices) == 1 and slices[0].replica is session.replicas.root
-        state.share(by_several=len(slices) > 1)
-        metrics.refresh(session.replicas.root.modules)
-        # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
-        metrics.gives_slices = rules.metrics_give_slices
+        self._begin(slices, rules)
         # It may have to run again, whole: where it draws for the first time, or fails on a slice.
         beginning: StepBeginning | None = None
         if len(slices) > 1 and rules.news.seen is not None:
             beginning = StepBeginning(session, self._name, slices, rules)
             session.replicas.state.buffers.watch(rules.written_buffers)
-        made = session.metric_watch.made
-        made.begin()
+        session.metric_watch.made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
                 with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
@@ -172,28 +162,70 @@ class ReplicaCall:
                         raise
                     # In here, where what the slices have done to metrics and iterators can be taken back.
                     if len(slices) > 1:
-                        if beginning is not None and not rules.draws:
-                            FirstDraws(session, self._name, beginning, rules).follow()
-                        if beginning is not None:
-                            follow_first_writes(session, self._name, slices, rules, beginning)
-                        _follow_counts(session, self._name, _begun_again(session, slices, rules, numbers))
-                        _follow_metrics(session, self._name)
+                        self._follow_news(slices, rules, beginning, numbers)
             except GatherError as error:
-                # The step may run again, on the whole batch, and must not count twice.
-                state.put_back()
-                session.batches.writes.begin_again()
-                # What slices have drawn the whole batch draws again, from where one device would.
-                if beginning is not None:
-                    beginning.put_back()
-                # In objects they are still there, with what slices have given them.
-                if isinstance(error, MetricsAppear):
-                    made.reset(session.modules)
+                self._take_back(error, beginning)
                 raise
+            state = session.replicas.python_state
             if rules.news.seen is not None:
                 known = rules.news.seen_attributes
                 note = partial(session.verification.note_changed, self._key, rules.news.batch, known)
                 state.unseen.begin(note, known)
             state.collect([batch_slice.replica for batch_slice in slices])
+        self._end(rules)
+
+    def _begin(self, slices: Sequence[BatchSlice], rules: MergeRules) -> None:
+        """The slices find the objects that they share, with logs of their own."""
+        session = self._session
+        metrics = session.metrics
+        if rules.draws_once:
+            self.share_draws(rules)
+        self._logs = {batch_slice.replica.index: StepLog(batch_slice) for batch_slice in slices}
+        # The whole batch on the user's own module, which may read what it has logged.
+        self._logs_at_once = len(slices) == 1 and slices[0].replica is session.replicas.root
+        session.replicas.python_state.share(by_several=len(slices) > 1)
+        metrics.refresh(session.replicas.root.modules)
+        # Whether values of slices, merged, are those of the batch is what a rehearsal has found.
+        metrics.gives_slices = rules.metrics_give_slices
+
+    def _follow_news(
+        self,
+        slices: Sequence[BatchSlice],
+        rules: MergeRules,
+        beginning: StepBeginning | None,
+        numbers: NumberWatch | None,
+    ) -> None:
+        """Looks for what slices have done for the first time, which the whole batch is to do.
+
+        Raises:
+            GatherError: the step is to run again, on the whole batch.
+        """
+        session = self._session
+        if beginning is not None:
+            if not rules.draws:
+                FirstDraws(session, self._name, beginning, rules).follow()
+            follow_first_writes(session, self._name, slices, rules, beginning)
+        begun_again = _begun_again(session, slices, rules, numbers)
+        if begun_again:
+            _follow_counts(session, self._name, begun_again)
+        _follow_metrics(session, self._name)
+
+    def _take_back(self, error: GatherError, beginning: StepBeginning | None) -> None:
+        """The step may run again, on the whole batch, and must not count twice."""
+        session = self._session
+        session.replicas.python_state.put_back()
+        session.batches.writes.begin_again()
+        # What slices have drawn the whole batch draws again, from where one device would.
+        if beginning is not None:
+            beginning.put_back()
+        # In objects they are still there, with what slices have given them.
+        if isinstance(error, MetricsAppear):
+            session.metric_watch.made.reset(session.modules)
+
+    def _end(self, rules: MergeRules) -> None:
+        """What the slices have logged, and given to metrics, is logged and given for the batch."""
+        session = self._session
+        metrics = session.metrics
         replay(list(self._logs.values()), session.module, session.strategy.root_device, metrics, rules)
         # Only after the replay, which asks which logged values are those of the
         # whole batch already.
@@ -298,9 +330,11 @@ def _begun_again(
     session: "Session", slices: Sequence[BatchSlice], rules: MergeRules, numbers: NumberWatch | None
 ) -> list[str]:
     """Attributes and buffers that have counted rows until now, and that a slice has taken back."""
+    sums = [name for name, rule in rules.buffers.items() if rule == "sum"]
+    if numbers is None and not sums:
+        return []
     weights = weights_of(slices)
     found = [] if numbers is None else rules.attributes.counts_begun_again(numbers, weights)
-    sums = [name for name, rule in rules.buffers.items() if rule == "sum"]
     if sums:
         active = [batch_slice.replica for batch_slice in slices]
         found += rules.attributes.sums_begun_again(session.replicas.state.buffers.added(active, sums), weights)
@@ -313,8 +347,6 @@ def _follow_counts(session: "Session", name: str, begun_again: list[str]) -> Non
     Raises:
         GatherError: the step is to run again, on the whole batch.
     """
-    if not begun_again:
-        return
     reason = (
         f"self.{', self.'.join(begun_again)} has counted rows until now, and begins again in this batch: on one device "
         "that depends on the count of the whole batch, of which a slice has its own part (so the count may have begun "

@@ -200,7 +200,7 @@ class TrainingFlow:
         call = ReplicaCall(session, NAME, args[1:], kwargs, checks_loss=not by_hand and finish is None)
         try:
             # Entered once and carried into the workers: some of these contexts change the whole process.
-            with session.strategy.precision_plugin.train_step_context(), call.logged_once(slices, step.rules):
+            with session.strategy.precision_plugin.train_step_context(), call.effects_once(slices, step.rules):
                 if by_hand:
                     return session.finished(NAME, self._run_by_hand(slices, call))
                 step.begin()
