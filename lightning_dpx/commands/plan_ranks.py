@@ -8,7 +8,7 @@ from lightning_dpx.commands.plan_times import asks_for_times, parse_nodes
 from lightning_dpx.errors import ConfigurationError, UnsupportedError
 from lightning_dpx.lightning import Settings
 from lightning_dpx.lightning.lightning_compat import ddp_options_of, look_up, tensor_parallel_size_of
-from lightning_dpx.lightning.memory.rank_run import Ranks
+from lightning_dpx.lightning.memory.rank_run import ShardRanks
 
 STRATEGIES = ("dpx", "ddp", "fsdp2")
 
@@ -57,7 +57,7 @@ def num_ranks(args: argparse.Namespace, cli: Any, settings: Settings) -> int:
     return len(settings.devices) * int(nodes)
 
 
-def ranks_of_fsdp2(args: argparse.Namespace, cli: Any, settings: Settings) -> Ranks:
+def ranks_of_fsdp2(args: argparse.Namespace, cli: Any, settings: Settings) -> ShardRanks:
     """Over how many processes a module is sharded, and by which units.
 
     Raises:
@@ -69,7 +69,7 @@ def ranks_of_fsdp2(args: argparse.Namespace, cli: Any, settings: Settings) -> Ra
             f"dpx plan shards over all processes, and the config has tensor_parallel_size={size}; what tensor-parallel "
             "layers take is not predicted."
         )
-    return Ranks(num_ranks(args, cli, settings), tuple(args.shard_units))
+    return ShardRanks(num_ranks(args, cli, settings), tuple(args.shard_units))
 
 
 def as_one_rank(args: argparse.Namespace, cli: Any, settings: Settings) -> Settings:

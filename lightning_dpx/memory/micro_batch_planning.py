@@ -22,7 +22,7 @@ from lightning_dpx.memory.plan.micro_batch_candidates import (
     BesideActivations,
     Candidate,
     MicroBatchChoice,
-    ProfilesByRows,
+    MicroBatchProfiles,
     candidate_of,
     candidates_of,
     choose_micro_batches,
@@ -114,7 +114,7 @@ def plan_fixed_micro_batches(
     # Rows are dealt out as evenly as they can be: some micro-batches have one more than the
     # others.
     parts = {size: profile_of(size, accumulates=True) for size in sizes_of_parts(rows, number)}
-    profiles = ProfilesByRows(profile_of(rows, accumulates=False), rows, parts, seconds_each)
+    profiles = MicroBatchProfiles(profile_of(rows, accumulates=False), rows, parts, seconds_each)
     candidate = candidate_of(profiles, number, budget)
     plan = plan_of(candidate.profile, budget)
     return _with_figures(plan, profiles.whole, candidate, candidate.seconds_with(plan))
@@ -207,9 +207,9 @@ class _MeasuredSizes:
         too_few = [size for size in self.failed if not any(known < size for known in self._parts)]
         return max(1, self.rows // (max(too_few, default=0) + 1))
 
-    def profiles(self) -> ProfilesByRows:
+    def profiles(self) -> MicroBatchProfiles:
         """Those of all sizes, as far as they are known now."""
-        return ProfilesByRows(self.whole, self.rows, self._parts, self._seconds_each, runs_twice=self._runs_twice)
+        return MicroBatchProfiles(self.whole, self.rows, self._parts, self._seconds_each, runs_twice=self._runs_twice)
 
     def add(self, number: int) -> None:
         """Profiles the largest of ``number`` micro-batches, or notes that it fails."""

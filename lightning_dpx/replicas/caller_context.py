@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_dpx.devices import autocast_types, chosen_streams
-from lightning_dpx.replicas.executor import Outcome, Task
+from lightning_dpx.replicas.executor import Task, TaskResult
 from lightning_dpx.torch_compat import (
     DeviceContext,
     TorchDispatchMode,
@@ -125,7 +125,7 @@ def _in_force(mode: Mode) -> Iterator[None]:
         base.__exit__(mode, None, None, None)  # type: ignore[arg-type]
 
 
-def attempt_in(context: CallerContext, task: Task) -> Outcome:
+def attempt_in(context: CallerContext, task: Task) -> TaskResult:
     """What a task of the caller's returns or raises in this thread."""
     with context.entered():
         return task.attempt()

@@ -46,17 +46,17 @@ class Task:
     cut_ties: Callable[[], None] = _nothing
     before: Callable[[], None] | None = None
 
-    def attempt(self) -> "Outcome":
+    def attempt(self) -> "TaskResult":
         """What the call returns or raises, on the task's device."""
         try:
             with device_context(self.device):
-                return Outcome(value=self.call())
+                return TaskResult(value=self.call())
         except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt must reach the caller too
-            return Outcome(error=error)
+            return TaskResult(error=error)
 
 
 @dataclass(slots=True)
-class Outcome:
+class TaskResult:
     """What a task returned or raised."""
 
     value: Any = None
@@ -85,32 +85,32 @@ class Executor(ABC):
         """Ends the workers; another run starts them again."""
 
 
-def values_of(tasks: Sequence[Task], outcomes: list[Outcome]) -> list[Any]:
+def values_of(tasks: Sequence[Task], results: list[TaskResult]) -> list[Any]:
     """What the tasks returned.
 
     Raises:
         BaseException: the error of the first failed one.
     """
     # The usual run, without a list of errors: this is a part of every stage of a step.
-    for outcome in outcomes:
-        if outcome.error is not None:
+    for result in results:
+        if result.error is not None:
             break
     else:
-        return [outcome.value for outcome in outcomes]
+        return [result.value for result in results]
     try:
-        raise _first_error(tasks, outcomes)
+        raise _first_error(tasks, results)
     finally:
-        del outcomes, outcome  # the traceback of an error holds this frame, and through it all that replicas made
+        del results, result  # the traceback of an error holds this frame, and through it all that replicas made
 
 
-def _first_error(tasks: Sequence[Task], outcomes: Sequence[Outcome]) -> BaseException:
+def _first_error(tasks: Sequence[Task], results: Sequence[TaskResult]) -> BaseException:
     """The lowest replica's error, with notes; errors of those that only waited come last."""
     failed: list[tuple[bool, Task, BaseException]] = []
-    for task, outcome in zip(tasks, outcomes, strict=True):
-        if outcome.error is not None:
+    for task, result in zip(tasks, results, strict=True):
+        if result.error is not None:
             # Those that meet may give up just before a late one is given up, which alone knows where it is.
-            only_waited = isinstance(outcome.error, CollectiveError) and not outcome.is_late
-            failed.append((only_waited, task, outcome.error))
+            only_waited = isinstance(result.error, CollectiveError) and not result.is_late
+            failed.append((only_waited, task, result.error))
     # The sort is stable: causes before those that waited for them, each in the order of replicas.
     failed.sort(key=itemgetter(0))
     _, first, error = failed[0]

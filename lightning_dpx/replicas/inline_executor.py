@@ -14,7 +14,7 @@ from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned
 from lightning_dpx.replicas.caller_context import CallerContext, attempt_in
 from lightning_dpx.replicas.collectives import WAIT_SECONDS, Rendezvous
 from lightning_dpx.replicas.context import NO_MEETING, RendezvousSlot
-from lightning_dpx.replicas.executor import Executor, Outcome, Task, give_up, too_late, values_of
+from lightning_dpx.replicas.executor import Executor, Task, TaskResult, give_up, too_late, values_of
 
 
 class _Turns:
@@ -23,7 +23,7 @@ class _Turns:
     def __init__(self, tasks: Sequence[Task], deadline: float | None) -> None:
         self._tasks = tasks
         self._deadline = deadline
-        self.outcomes = [Outcome() for _ in tasks]
+        self.results = [TaskResult() for _ in tasks]
         self.meeting = Rendezvous(
             len(tasks),
             in_turns=True,
@@ -46,17 +46,17 @@ class _Turns:
         self._begun[index] = True
         return True
 
-    def end(self, index: int, outcome: Outcome) -> bool:
+    def end(self, index: int, result: TaskResult) -> bool:
         """The task has ended; whether the next one has its turn, which it has not after an error."""
-        self.outcomes[index] = outcome
+        self.results[index] = result
         self.meeting.end(index)
         # After an error no task begins any more. In threads the others have begun already: whoever
         # waits in a meeting is told there.
-        return outcome.error is None or bool(self._threads)
+        return result.error is None or bool(self._threads)
 
     def wait(self) -> None:
         """Waits for all tasks; those in threads are abandoned after Ctrl-C or the deadline."""
-        errors = [outcome.error for outcome in self.outcomes if outcome.error is not None]
+        errors = [result.error for result in self.results if result.error is not None]
         if not self._threads and not errors:  # as in nearly every step
             return
         interrupted = any(isinstance(error, KeyboardInterrupt) for error in errors)
@@ -65,7 +65,7 @@ class _Turns:
         if interrupted or late:
             self.abandon()
         for index, error in late.items():
-            self.outcomes[index] = Outcome(error=error, is_late=True)
+            self.results[index] = TaskResult(error=error, is_late=True)
 
     def _join(self) -> dict[int, CollectiveError]:
         """Waits for the threads; those that do not end before the deadline, each with the same error."""
@@ -96,7 +96,7 @@ class _Turns:
 
     def forget(self) -> None:
         """Lets go of what the tasks returned; the meeting and this object hold each other."""
-        self.outcomes = []
+        self.results = []
         del self.meeting
 
     def _start_others(self) -> None:
@@ -118,7 +118,7 @@ class _Turns:
             running.begin()
             # A copy for each: threads that wait in the meeting are all inside of theirs at once,
             # and Python enters a context only once at a time.
-            self.outcomes[index] = self._variables.copy().run(attempt_in, self._context, self._tasks[index])
+            self.results[index] = self._variables.copy().run(attempt_in, self._context, self._tasks[index])
         except StepAbandoned:
             # It was stopped before its first line; the run has an error without it.
             return
@@ -158,11 +158,11 @@ class InlineExecutor(Executor):
             slot.abandoned = turns.abandoned
             if not turns.abandoned:
                 slot.meeting = NO_MEETING  # it holds what the tasks returned
-        outcomes = turns.outcomes
+        results = turns.results
         # What goes on of an abandoned run still needs the meeting, to be told that it is over.
         if not turns.abandoned:
             turns.forget()
-        return values_of(tasks, outcomes)
+        return values_of(tasks, results)
 
     def close(self) -> None:
         """Does nothing: there are no threads to end."""

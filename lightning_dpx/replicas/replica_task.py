@@ -9,7 +9,7 @@ from lightning_dpx.devices import device_context
 from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.context import ReplicaRank, as_rank
 from lightning_dpx.replicas.error_notes import annotate
-from lightning_dpx.replicas.executor import Outcome, Task
+from lightning_dpx.replicas.executor import Task, TaskResult
 
 # One object for the tasks of all steps, as it holds nothing.
 _NOTHING = nullcontext()
@@ -45,7 +45,7 @@ class ReplicaTask(Task):
     searched: bool = field(kw_only=True)
     default_device: AbstractContextManager[object] = field(default=_NOTHING, kw_only=True)
 
-    def attempt(self) -> Outcome:
+    def attempt(self) -> TaskResult:
         """See :meth:`Task.attempt`; all of it in one frame, of which a user's traceback has one for each replica."""
         replica = self.batch_slice.replica
         module = replica.module
@@ -62,9 +62,9 @@ class ReplicaTask(Task):
                         value = self.call(self.batch_slice)
                     for watch in self.watches:
                         watch.stop()
-                    return Outcome(value=value)
+                    return TaskResult(value=value)
                 except BaseException as error:
                     annotate(error, module, self.device, replica.first_nan)
                     raise
         except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt must reach the caller too
-            return Outcome(error=error)
+            return TaskResult(error=error)

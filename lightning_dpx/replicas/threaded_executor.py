@@ -17,7 +17,7 @@ from lightning_dpx.replicas.abandonment import RunningTask, StepAbandoned
 from lightning_dpx.replicas.caller_context import CallerContext, attempt_in
 from lightning_dpx.replicas.collectives import WAIT_SECONDS, Rendezvous
 from lightning_dpx.replicas.context import NO_MEETING, RendezvousSlot
-from lightning_dpx.replicas.executor import Executor, Outcome, Task, give_up, too_late, values_of
+from lightning_dpx.replicas.executor import Executor, Task, TaskResult, give_up, too_late, values_of
 
 
 class ThreadedExecutor(Executor):
@@ -76,13 +76,13 @@ class ThreadedExecutor(Executor):
         """See :meth:`Executor.run`."""
         slot = rendezvous_slot or RendezvousSlot()
         try:
-            outcomes = self._outcomes(tasks, slot)
+            results = self._results(tasks, slot)
         finally:
             if not slot.abandoned:
                 slot.meeting = NO_MEETING  # it holds what the tasks returned
-        return values_of(tasks, outcomes)
+        return values_of(tasks, results)
 
-    def _outcomes(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot) -> list[Outcome]:
+    def _results(self, tasks: Sequence[Task], rendezvous_slot: RendezvousSlot) -> list[TaskResult]:
         # A child that was forked in a step trains with threads of its own.
         if self._process != os.getpid():  # a fork takes no threads along
             self._threads.clear()
@@ -96,7 +96,7 @@ class ThreadedExecutor(Executor):
             oversubscribed = "several replicas take turns in the thread of one device"
         rendezvous_slot.meeting = meeting = Rendezvous(len(tasks), refusal=oversubscribed, deadline=self._deadline)
         context = CallerContext.capture([task.device for task in tasks])
-        outcomes = [Outcome() for _ in tasks]
+        results = [TaskResult() for _ in tasks]
         running = {index: RunningTask() for index in range(len(tasks))}
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -105,7 +105,7 @@ class ThreadedExecutor(Executor):
             def perform() -> None:
                 running[index].begin()
                 try:
-                    outcomes[index] = variables.run(attempt_in, context, task)
+                    results[index] = variables.run(attempt_in, context, task)
                 finally:
                     # Also after an error: who waits in the meeting for this task is told so.
                     meeting.end(index)
@@ -125,8 +125,8 @@ class ThreadedExecutor(Executor):
         if late:
             self._abandon(tasks, running, rendezvous_slot)
         for index, error in late.items():
-            outcomes[index] = Outcome(error=error, is_late=True)
-        return outcomes
+            results[index] = TaskResult(error=error, is_late=True)
+        return results
 
     def _await(self, tasks: Sequence[Task], finished: "queue.SimpleQueue[int]") -> dict[int, CollectiveError]:
         """Waits for the tasks; those that do not end before the deadline, each with the same error."""

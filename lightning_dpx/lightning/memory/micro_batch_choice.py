@@ -21,7 +21,7 @@ from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
 from lightning_dpx.lightning.memory.part_profiles import PartProfiles
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows, by_device
+from lightning_dpx.lightning.memory.profiled_steps import KnownProfiles, by_device
 from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.shadow_slice import Step
@@ -65,7 +65,7 @@ class MicroBatchChooser:
         self._static = static
         self._freed_gradients = freed_gradients
         self._choices: dict[torch.device, MicroBatchChoice] = {}
-        self._profiles: ProfilesByRows = {}  # of the steps that were profiled
+        self._profiles: KnownProfiles = {}  # of the steps that were profiled
         self._why_whole = ""  # what stood in the way of micro-batches, until it is said
         self._is_open = True  # nothing is decided yet
         self._raised = 0  # the number that a step out of memory was given

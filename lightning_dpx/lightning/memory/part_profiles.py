@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.planning_cache import key_of_run_step
-from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows
+from lightning_dpx.lightning.memory.profiled_steps import KnownProfiles
 from lightning_dpx.lightning.memory.profiling import announce_profile, profile_slice
 from lightning_dpx.lightning.memory.shadow_slice import Step, first_rows_of
 from lightning_dpx.lightning.memory.slice_loss import merges_outputs
@@ -40,7 +40,7 @@ class PartProfiles:
         session: "Session",
         batch_slice: BatchSlice,
         run: Step,
-        profiles: ProfilesByRows,
+        profiles: KnownProfiles,
         *,
         counts_gradients: bool,
     ) -> None:

@@ -12,7 +12,7 @@ from lightning_dpx.lightning.memory.batch_shapes import most_demanding
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache
-from lightning_dpx.lightning.memory.profiled_steps import ProfilesByRows, SeenStep, pressure
+from lightning_dpx.lightning.memory.profiled_steps import KnownProfiles, SeenStep, pressure
 from lightning_dpx.lightning.memory.profiling import devices_of
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.memory import MemoryPlan, Planner, Profile, describe_cut, format_plan, in_micro_batches
@@ -32,7 +32,7 @@ class MicroBatchFigures:
 
     cut_costs: dict[torch.device, float] = field(default_factory=dict)
     run_forward_twice: bool = False
-    profiles: ProfilesByRows = field(default_factory=dict)
+    profiles: KnownProfiles = field(default_factory=dict)
 
 
 def plans_of_device(

@@ -19,7 +19,7 @@ from lightning_dpx.memory.profile.other_outputs import beside_earlier_outputs, b
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.shifting import applied_shift
 
-ProfilesByRows = dict[tuple[int, bool], Profile]  # by rows, and by whether gradients are added to earlier ones
+KnownProfiles = dict[tuple[int, bool], Profile]  # by rows, and by whether gradients are added to earlier ones
 _Known = dict[tuple[str, ...], dict[int, list[Profile]]]  # by what is shifted, and by rows
 
 
@@ -94,7 +94,7 @@ def profiled_steps(
     step: StepToPlan,
     held: StaticMemory,
     cache: PlanningCache,
-    known_profiles: ProfilesByRows,
+    known_profiles: KnownProfiles,
     *,
     together: bool,
     anew: bool,

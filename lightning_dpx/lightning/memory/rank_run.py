@@ -32,7 +32,7 @@ _MOST_TRIES = 6  # plans for one budget: what sharding adds is known only when a
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ShardRanks:
     """Processes that a module is sharded over, with one device each.
 
     Attributes:
@@ -49,7 +49,7 @@ def rank_run(
     module: LightningModule,
     data: Any,
     settings: Settings,
-    ranks: Ranks,
+    ranks: ShardRanks,
     progress: Progress = lambda _: None,
 ) -> DryRun:
     """Predicts the memory of the first rank, whose parts are the largest, in a step on the first batch of ``data``.
@@ -143,7 +143,7 @@ class _RankStep:
         }
 
 
-def _forecast(step: _RankStep, ranks: Ranks, mesh: Any, progress: Progress) -> DryRun:
+def _forecast(step: _RankStep, ranks: ShardRanks, mesh: Any, progress: Progress) -> DryRun:
     _require_units(step.module, ranks, mesh["data_parallel"])
     if not step.module.automatic_optimization:
         raise PlanError("What a rank of fsdp2 takes is predicted for steps with automatic optimization only.")
@@ -160,7 +160,7 @@ def _forecast(step: _RankStep, ranks: Ranks, mesh: Any, progress: Progress) -> D
     return DryRun((forecast,), (profile,), lambda _, room: found.plan(profile, room), basis=profile.basis)
 
 
-def _require_units(module: LightningModule, ranks: Ranks, mesh: Any) -> None:
+def _require_units(module: LightningModule, ranks: ShardRanks, mesh: Any) -> None:
     """Sharded now, by ``configure_model()`` or as the command line says."""
     sharded = sharded_units(module)
     if ranks.units and sharded:
@@ -187,7 +187,7 @@ class _RankForecast:
         held: Bytes that are there between steps, by kind.
     """
 
-    def __init__(self, step: _RankStep, ranks: Ranks, memory: RankMemory, held: dict[str, int]) -> None:
+    def __init__(self, step: _RankStep, ranks: ShardRanks, memory: RankMemory, held: dict[str, int]) -> None:
         self._step = step
         self._ranks = ranks
         self._memory = memory

@@ -111,7 +111,7 @@ def in_micro_batches(plan: MemoryPlan, number: int, rows: int, share: float, lea
     )
 
 
-class ProfilesByRows:
+class MicroBatchProfiles:
     """The profile of a step on any number of rows, from some that were run.
 
     Args:
@@ -270,7 +270,7 @@ def least_number(whole: Profile, rows: int, budget_of: Callable[[int], int]) -> 
 
 
 def candidates_of(
-    profiles: ProfilesByRows,
+    profiles: MicroBatchProfiles,
     budget_of: Callable[[int], int],
     most: int | None = None,
     failed: Container[int] = (),
@@ -296,7 +296,7 @@ def candidates_of(
     return found
 
 
-def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> Candidate:
+def candidate_of(profiles: MicroBatchProfiles, number: int, budget: int | None) -> Candidate:
     """The step in ``number`` micro-batches, each of which may take ``budget`` bytes, or as few as can be."""
     rows = largest_rows(profiles.rows, number)
     # In one piece a step finds no gradients of micro-batches before it.
@@ -311,7 +311,7 @@ def candidate_of(profiles: ProfilesByRows, number: int, budget: int | None) -> C
     return Candidate(number, rows, profile, again + seconds, again + least, budget, again)
 
 
-def _seconds_of_all(profiles: ProfilesByRows, number: int) -> float:
+def _seconds_of_all(profiles: MicroBatchProfiles, number: int) -> float:
     """Seconds of a step in ``number`` micro-batches, some of which may have one row less."""
     if number == 1:
         return profiles.whole.step_seconds

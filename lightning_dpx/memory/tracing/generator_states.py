@@ -8,7 +8,7 @@ import torch
 from lightning_dpx.python_objects.overrides import Overrides
 
 
-class GeneratorStates:
+class GeneratorStateWatch:
     """Tells of the states of the host's generator that a step keeps, as ``torch.utils.checkpoint`` does.
 
     Such a state is a tensor of 5 KB.
@@ -46,4 +46,4 @@ class GeneratorStates:
         return state
 
 
-GENERATOR_STATES = GeneratorStates()
+GENERATOR_STATES = GeneratorStateWatch()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import lightning_dpx as dpx
 from lightning_dpx.bench.allocations import peak_of_everything
 from lightning_dpx.lightning import DeviceForecast, Settings, dry_run
-from lightning_dpx.lightning.memory.rank_run import Ranks, rank_run
+from lightning_dpx.lightning.memory.rank_run import ShardRanks, rank_run
 from lightning_dpx.memory.absent_ranks import absent_ranks
 from tests.conftest import make_trainer
 from tests.lightning.memory.rank_program import InHalves, Sharded, Whole, Words, life, sharded
@@ -29,7 +29,7 @@ def rank(
 ) -> DeviceForecast:
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=options.pop("accumulate", 1))
     settings = Settings((device,), reducer="naive", **options)
-    (forecast,) = rank_run(trainer, model or Sharded(), Words(), settings, Ranks(ranks, units)).forecasts
+    (forecast,) = rank_run(trainer, model or Sharded(), Words(), settings, ShardRanks(ranks, units)).forecasts
     assert not distributed.is_initialized()
     return forecast
 

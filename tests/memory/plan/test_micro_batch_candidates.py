@@ -11,7 +11,7 @@ from lightning_dpx.memory import BesideActivations, Profile, plan_in_micro_batch
 from lightning_dpx.memory.micro_batch_planning import TooFewRowsError
 from lightning_dpx.memory.plan.micro_batch_candidates import (
     Candidate,
-    ProfilesByRows,
+    MicroBatchProfiles,
     candidates_of,
     choose_micro_batches,
     numbers_worth_trying,
@@ -40,8 +40,10 @@ def part(rows: int, fixed: float) -> Profile:
     return replace(profile, step_seconds=profile.step_seconds + fixed, scale=1.0)
 
 
-def profiles(fixed: float) -> ProfilesByRows:
-    return ProfilesByRows(replace(WHOLE, step_seconds=400.0 + fixed), ROWS, {12: part(12, fixed), 6: part(6, fixed)})
+def profiles(fixed: float) -> MicroBatchProfiles:
+    return MicroBatchProfiles(
+        replace(WHOLE, step_seconds=400.0 + fixed), ROWS, {12: part(12, fixed), 6: part(6, fixed)}
+    )
 
 
 def planned(candidate: Candidate) -> MemoryPlan:
@@ -291,7 +293,7 @@ def test_what_does_not_grow_with_the_rows_shows_in_one_part_beside_the_whole() -
         found = part(rows, 30.0)
         return replace(found, curve=tuple(size + fixed for size in found.curve), adding=())
 
-    known = ProfilesByRows(with_fixed(ROWS), ROWS, {6: with_fixed(6)})
+    known = MicroBatchProfiles(with_fixed(ROWS), ROWS, {6: with_fixed(6)})
     for rows in (2, 3, 8, 12):
         guess = known.of_part(rows)
         assert guess.peak == pytest.approx(with_fixed(rows).peak, rel=1e-3)

@@ -4,12 +4,12 @@ import threading
 
 import torch
 
-from lightning_dpx.memory.tracing.generator_states import GeneratorStates
+from lightning_dpx.memory.tracing.generator_states import GeneratorStateWatch
 
 
 def test_a_listener_is_given_the_states_that_its_own_thread_asks_for() -> None:
     get = torch.get_rng_state
-    states = GeneratorStates()
+    states = GeneratorStateWatch()
     told: list[torch.Tensor] = []
     states.tell(told.append)
     state = torch.get_rng_state()
