@@ -55,7 +55,7 @@ def test_an_attribute_that_changes_unseen_time_and_again_is_told_once() -> None:
     news = rehearsed("result")
     for batch in range(5):
         news.note_changed({"state"}, batch)
-    with pytest.warns(UserWarning, match=r"self\.state changed in 6 batches and in no rehearsal"):
+    with pytest.warns(UserWarning, match=r"self\.state changed in 6 batches and in no check"):
         news.note_changed({"state"}, 5)
     news.note_changed({"state"}, 6)
     assert news.take() == {"self.state"}
