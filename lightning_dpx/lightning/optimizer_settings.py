@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.torch_compat import version_counter
 
-_PLAIN = (bool, int, float, complex, str, type(None))
 _SEQUENCES = (list, tuple)
 _MISSING = object()
 _PARAMETERS = "params"
@@ -161,7 +161,7 @@ def plain_settings(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> Iter
     for place, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
-                if type(value) in _PLAIN:
+                if type(value) in PLAIN:
                     yield f"optimizers[{place}].param_groups[{number}][{key!r}]", value
     for place, scheduler in enumerate(schedulers):
         yield f"lr_schedulers[{place}].last_epoch", getattr(scheduler, "last_epoch", None)
@@ -195,7 +195,7 @@ def _is_same(one: Any, two: Any) -> bool:
     if type(one) is not type(two):
         return False
     # Equal numbers and texts are no change, even as other objects.
-    if type(one) in _PLAIN:
+    if type(one) in PLAIN:
         return bool(one == two)
     if type(one) in _SEQUENCES:
         return len(one) == len(two) and all(map(_is_same, one, two))

@@ -16,17 +16,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_graph import content_of, pairs_of
+from lightning_dpx.python_objects.object_graph import PLAIN, content_of, pairs_of
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.torch_compat import version_counter
 
 # Callers compare and put back parameters and buffers by themselves, and hooks are code: what is
 # left is what the author of a module keeps there.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # what compile() makes is code
-NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 # The inside of these is C, too, but a walk reads their items by itself.
 BUILTIN = (
-    object, list, tuple, dict, OrderedDict, set, frozenset, deque, BaseException, types.SimpleNamespace, *NUMBERS,
+    object, list, tuple, dict, OrderedDict, set, frozenset, deque, BaseException, types.SimpleNamespace, *PLAIN,
 )  # fmt: skip
 # Stands for a name or a slot that holds nothing, as None may well be a value.
 _MISSING = object()

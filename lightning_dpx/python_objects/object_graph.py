@@ -25,6 +25,8 @@ ATOMS: frozenset[type] = frozenset(
         torch.layout, torch.memory_format, torch.Size,
     }
 )  # fmt: skip
+# Those that nothing can change, and that are the same where they are equal.
+PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None))
 # Objects that are seen, but whose content is not looked at.
 _OPAQUE = (types.ModuleType, types.MappingProxyType, types.FrameType, types.TracebackType, memoryview, torch.Generator)
 

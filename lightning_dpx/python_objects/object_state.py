@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_contents import NUMBERS, Entry, as_dict, attributes_of
+from lightning_dpx.python_objects.object_contents import Entry, as_dict, attributes_of
+from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.python_objects.object_walk import MOST_OBJECTS, ObjectWalk, WalkOptions
 from lightning_dpx.python_objects.preserve import put_back, same_state
 from lightning_dpx.python_objects.same_values import SameValues
@@ -179,4 +180,4 @@ def _is_alike(old: Any, new: Any) -> bool:
         return isinstance(new, np.ndarray) and np.array_equal(old, new)
     # Only numbers and texts are asked whether they are equal: of other types that would be code of
     # the user, and an equal object may still be another one that is written to later.
-    return old is new or (type(old) is type(new) and isinstance(old, NUMBERS) and old == new)
+    return old is new or (type(old) is type(new) and isinstance(old, PLAIN) and old == new)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.python_objects.origin import package_of, without_libraries
 from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors, parametrizations_are_cached
 
 _CONTAINERS = (list, dict, set, deque)
 _OWN_FRAMES = 2  # between an operator and the place that looks for the code that called it
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def float32_precision() -> tuple[str, ...]:
@@ -114,10 +114,10 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, space, key, before in self._values:
             value = space.get(key)
             # Asked at every operator, and mostly it is the very same object.
-            if value is before or not isinstance(value, _PLAIN):
+            if value is before or not isinstance(value, PLAIN):
                 continue
             # An array would answer the comparison item by item.
-            if not isinstance(before, _PLAIN) or value != before:
+            if not isinstance(before, PLAIN) or value != before:
                 self.switched.add(name)
         for name, container in self._containers:
             size = len(container)

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
 from lightning_dpx.python_objects.hook_state import hooks_of_all_modules
+from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -37,7 +38,6 @@ _MOST_NEAR = 2_000  # objects behind callbacks and data sets: what steps write t
 _DEEPEST_NOTE = 4
 _MOST_PARTS = 64  # of one data set that are data sets
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _MISSING = object()
 
@@ -318,7 +318,7 @@ def is_small_container(value: Any) -> bool:
 def _is_note(value: Any, depth: int) -> bool:
     """Whether ``value`` is a number, a text or a tensor, or a small container of them, or of such containers."""
     if not is_small_container(value) and not isinstance(value, tuple):
-        return isinstance(value, _PLAIN)
+        return isinstance(value, (*PLAIN, torch.Tensor))
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return depth > 0 and all(_is_note(item, depth - 1) for item in items)
 

@@ -15,11 +15,11 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_dpx.memory.execute.recipes import NotRecomputable
 from lightning_dpx.memory.execute.transforms import is_transformed
+from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.torch_compat import FakeTensor, key_of, tree_flatten, tree_unflatten, version_counter
 
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)  # steps are profiled on fakes, too
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_PLAIN = (*PLAIN, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _LEAVES = (torch.Tensor, bool, int, float, type(None))
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.replicas import Weights
 from lightning_dpx.replicas.merging.equality import compare_trees
 from lightning_dpx.replicas.merging.rule_search import Search
 from lightning_dpx.replicas.merging.tolerance import Tolerance
 
-_PLAIN = (bool, int, float, str, type(None))
 _JOINED = ("join", "items", "union", "children", "equal")  # what an item of a growing list may be put together by
 
 
@@ -50,7 +50,7 @@ class Relations:
 
     def _of_leaves(self, one: Any, two: Any) -> "_Relation":
         # First, as it is the usual answer and takes no tensor; 1 and True are not the same.
-        if type(one) in _PLAIN and type(two) is type(one) and one == two:
+        if type(one) in PLAIN and type(two) is type(one) and one == two:
             return _Relation.SAME
         if all(error <= self._tolerance.relative for _, error in compare_trees(one, two, self._tolerance)):
             return _Relation.SAME
