@@ -7,7 +7,7 @@ given at first comes back as soon as another Trainer asks.
 
 import sys
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.lightning.lightning_api import TrainerStatus, pl
@@ -18,6 +18,9 @@ from lightning_dpx.lightning.lightning_compat import (
     trainer_of,
 )
 
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
 
 class Adoption:
     """Which Trainer a strategy object belongs to, and what the strategy had before it belonged to any.
@@ -27,7 +30,7 @@ class Adoption:
         names: Attributes of the strategy that a Trainer sets.
     """
 
-    def __init__(self, strategy: Any, *names: str) -> None:
+    def __init__(self, strategy: "DPXStrategy", *names: str) -> None:
         self._strategy = strategy
         self._names = names
         self._given: dict[str, Any] | None = None  # until the first Trainer asks, the user may set them

@@ -10,12 +10,15 @@ import operator
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_dpx.python_objects.object_graph import PLAIN
 from lightning_dpx.torch_compat import version_counter
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
 
 _SEQUENCES = (list, tuple)
 _MISSING = object()
@@ -87,7 +90,7 @@ class OptimizerSettings:
         strategy: Has them.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: "DPXStrategy") -> None:
         self._strategy = strategy
         self._before: SettingsSnapshot | None = None
         self._after_first: SettingsSnapshot | None = None

@@ -10,7 +10,7 @@ replicas. The objects themselves know who is asking (see :mod:`lightning_dpx.lig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ from lightning_dpx.shifting import unshifted
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.torch_compat import preserve_version_counter, version_counter
 
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
 
 class ManualOptimization:
     """What the replicas of a manual step do together, from the first step of a fit to its end.
@@ -62,7 +65,9 @@ class ManualOptimization:
         views: What each of them sees of optimizers; none where one replica does the whole step on its own.
     """
 
-    def __init__(self, strategy: Any, replicas: ReplicaSet, step: TrainingStep, precision: DPXPrecision) -> None:
+    def __init__(
+        self, strategy: "DPXStrategy", replicas: ReplicaSet, step: TrainingStep, precision: DPXPrecision
+    ) -> None:
         self.strategy = strategy
         self.replicas = replicas
         self.step = step

@@ -5,7 +5,7 @@ each of the others   a StepStart: gradients, attributes, generators   it begins 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,6 +14,9 @@ from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot, StepStart
 from lightning_dpx.replicas import GeneratorStates, ReplicaSet
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.units import MIB
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
 
 _MOST_BYTES_NOTED = 64 * MIB  # of gradients that may be copied, so that a step can be begun anew
 
@@ -27,7 +30,7 @@ class Restarts:
         step: Knows the owners of parameters.
     """
 
-    def __init__(self, strategy: Any, replicas: ReplicaSet, step: TrainingStep) -> None:
+    def __init__(self, strategy: "DPXStrategy", replicas: ReplicaSet, step: TrainingStep) -> None:
         self._strategy = strategy
         self._replicas = replicas
         self._step = step
