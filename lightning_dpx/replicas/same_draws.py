@@ -116,6 +116,7 @@ class SameDraws(TorchDispatchMode):
     Attributes:
         draws: Of what the step drew and was made equal for all rows: how many numbers a row got, draw by draw. Where
             rows are counted by the last dim, they are as many as rows, and no equals.
+        places: Of the same draws, for how many rows each drew by its place in a slice; 0 where all rows drew alike.
         left_alone: Operators that drew numbers which could not be.
         on_host: What was drawn from the host's generator.
         on_devices: What was drawn from the generators of other devices.
@@ -127,6 +128,7 @@ class SameDraws(TorchDispatchMode):
         self._shared = shared
         self._pattern = _Pattern(sizes)
         self.draws: list[int] = []
+        self.places: list[int] = []
         self.on_host: list[Draw] = []
         self.on_devices: list[Draw] = []
         self.left_alone: dict[str, None] = {}
@@ -172,6 +174,7 @@ class SameDraws(TorchDispatchMode):
         drawn = result[0] if isinstance(result, tuple) else result
         self._note_draw(func, [drawn] if isinstance(drawn, torch.Tensor) else [])
         self.draws.append(math.prod(_shape_of_pattern(drawn)))
+        self.places.append(len(self._pattern.places_of(drawn)))
         return result
 
     def _note_draw(self, func: Any, drawn: Iterable[torch.Tensor]) -> None:
@@ -224,7 +227,7 @@ class _Pattern:
         # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
         generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
         shape = _shape_of_pattern(target)
-        places = self._places.get(target.shape[0], []) if shape else []
+        places = self.places_of(target)
         if places:
             shape[0] = self._num_places
         small = torch.empty(shape, dtype=target.dtype)
@@ -232,6 +235,10 @@ class _Pattern:
         if places:
             small = small[places]
         return target.copy_(small.expand_as(target))
+
+    def places_of(self, target: torch.Tensor) -> list[int]:
+        """The place of every row in its slice; none where all rows of ``target`` draw alike."""
+        return self._places.get(target.shape[0], []) if target.ndim else []
 
 
 def _shape_of_pattern(target: torch.Tensor) -> list[int]:

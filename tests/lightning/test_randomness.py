@@ -439,3 +439,25 @@ def test_what_a_row_draws_for_itself_alone_is_as_on_one_device(caplog: pytest.Lo
         warnings.filterwarnings("error", message="dpx: .* is not what it is on one device")
         trainer.fit(WeighsByDraws("its own"), make_loader(53), make_loader(53))
     assert re.search("checked on .* loss, .* logged value.* as on one device .*training_step", caplog.text)
+
+
+class NoiseForSomeRows(Classifier):
+    """Draws for the rows that it selects, of which slices have fewer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        chosen = rows[:, 0] > 0
+        selected = rows[chosen]
+        logits = self.net(selected + torch.randn_like(selected))
+        return F.cross_entropy(logits, labels[chosen], reduction="sum") / len(rows)
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
+def test_what_is_drawn_for_a_part_of_the_rows_is_no_difference(options: dict[str, Any]) -> None:
+    """They have other places in slices than in the batch: what they draw by their places is no other step."""
+    seed_everything(11, verbose=False)
+    strategy = DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=options["devices"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="dpx: .* is not what it is on one device")
+        trainer.fit(NoiseForSomeRows(), make_loader(106), make_loader(53))

@@ -164,3 +164,14 @@ def test_a_parameter_that_an_operator_wrote_comes_back_to_the_bit() -> None:
     shared.restore()
     assert torch.equal(weight, before)
     assert shared.written == []
+
+
+def test_for_how_many_rows_numbers_are_drawn_by_their_places() -> None:
+    """What is neither a slice nor the batch, such as rows that a condition selects, has no places."""
+    with SameDraws(nothing_shared(), [4, 3]) as mode:
+        for rows in (7, 4, 3, 5):
+            torch.rand(rows, 2)
+    assert mode.places == [7, 4, 3, 0]
+    with SameDraws(nothing_shared()) as mode:
+        torch.rand(7, 2)
+    assert mode.places == [0], "all rows draw alike"

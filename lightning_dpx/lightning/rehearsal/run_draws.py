@@ -118,6 +118,11 @@ class RunDraws:
         return [tuple(mode.draws) for mode in self._modes_of_steps]
 
     @property
+    def places_by_step(self) -> list[tuple[int, ...]]:
+        """Of each step, for how many rows it drew by their places, draw by draw."""
+        return [tuple(mode.places) for mode in self._modes_of_steps]
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
         """What the results of all operators are made of."""
         found: set[torch.dtype] = set()

@@ -336,7 +336,11 @@ class ShadowStep:
         """Notes the random numbers that the last run drew."""
         draws = self.sandbox.last.draws
         seen.draws = SeenDraws(
-            drew=draws.drew, per_row=draws.by_step, of_steps=draws.of_steps, left_alone=draws.left_alone
+            drew=draws.drew,
+            per_row=draws.by_step,
+            places=draws.places_by_step,
+            of_steps=draws.of_steps,
+            left_alone=draws.left_alone,
         )
 
 

@@ -239,7 +239,7 @@ class SliceCheck:
         """What differs because it differs from run to run, on one device as well."""
         whole = self._whole
         # By hand slices take turns, and draw in between.
-        alike = drew_alike(whole, sliced, shares_draws=not self._step.by_hand)
+        alike = drew_alike(whole, sliced, self._runs.sizes, shares_draws=not self._step.by_hand)
         # Other numbers on purpose, unless slices drew those of one device:
         # then nothing is due to draws.
         again = self._runs.whole.observe(comparison.rows, other_draws=not alike)

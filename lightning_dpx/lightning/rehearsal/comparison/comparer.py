@@ -1,7 +1,7 @@
 """Compares a step in slices with the same step as one device: loss, gradients, logs, outputs and what it changed."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -280,12 +280,13 @@ def _is_lost(whole: torch.Tensor, sliced: torch.Tensor) -> bool:
     return bool(parts[0].isnan().any()) and not bool(parts[1].isnan().any())
 
 
-def drew_alike(whole: Observation, sliced: Observation, *, shares_draws: bool = True) -> bool:
+def drew_alike(whole: Observation, sliced: Observation, sizes: Sequence[int], *, shares_draws: bool = True) -> bool:
     """Whether all rows got the same random numbers in slices as on one device, so that draws explain no difference.
 
     Args:
         whole: What one device does.
         sliced: What slices do.
+        sizes: Rows of each slice.
         shares_draws: Whether slices of the run draw alike what is drawn once for a batch.
     """
     left_alone = {*whole.draws.left_alone, *sliced.draws.left_alone}
@@ -295,7 +296,18 @@ def drew_alike(whole: Observation, sliced: Observation, *, shares_draws: bool = 
         left_alone.discard(OUTSIDE_TORCH)
     if left_alone:
         return False
-    return len({*whole.draws.per_row, *sliced.draws.per_row}) == 1
+    if len({*whole.draws.per_row, *sliced.draws.per_row}) != 1:
+        return False
+    draws = zip(zip(*whole.draws.places, strict=True), zip(*sliced.draws.places, strict=True), strict=True)
+    return all(_are_of_the_same_rows(here, there, sizes) for here, there in draws)
+
+
+def _are_of_the_same_rows(whole: Sequence[int], sliced: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether rows that draw by their places have the same places in both runs."""
+    # What is drawn for a part of the rows alone, such as those that a condition selects, has other places in slices.
+    if len({*whole, *sliced}) == 1:
+        return True
+    return set(whole) == {sum(sizes)} and sorted(sliced) == sorted([*sizes] * len(whole))
 
 
 def unstable_between(one: Observation, two: Observation, tolerance: Tolerance) -> frozenset[str]:

@@ -48,12 +48,14 @@ class SeenDraws:
     Attributes:
         drew: Whether any were made equal for all rows.
         per_row: How many such numbers a row got, draw by draw, in every call of a replica's step.
+        places: Of the same draws, for how many rows each drew by its place in a slice; 0 where all rows drew alike.
         of_steps: What every call of a replica's step drew from generators of the host.
         left_alone: What else drew random numbers.
     """
 
     drew: bool = False
     per_row: Sequence[tuple[int, ...]] = ()
+    places: Sequence[tuple[int, ...]] = ()
     of_steps: Sequence[StepDraws] = ()
     left_alone: Sequence[str] = ()
 
