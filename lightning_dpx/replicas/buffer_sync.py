@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
+from torch import nn
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.parameter_sync import check_names
 from lightning_dpx.replicas.replica import Replica
-from lightning_dpx.torch_compat import buffers_of, bytes_of, foreach_copy_, preserve_version_counter, version_counter
+from lightning_dpx.torch_compat import (
+    buffers_of,
+    bytes_of,
+    foreach_copy_,
+    preserve_version_counter,
+    version_counter,
+    write_tensor,
+)
 
 BufferMode = Literal["broadcast", "mean"]
 BufferRule = Literal["first", "mean", "sum", "max", "min"]  # "sum" is what it was, and all changes of it
@@ -126,6 +134,8 @@ class BufferSync:
         self._others = tuple(replicas[1:])
         self._mode = mode
         self._before: list[torch.Tensor] = []  # the buffers as they were before the step, while a step is under way
+        self._begun_with: list[torch.Tensor] = []  # the buffers themselves, and what each module had of them
+        self._places: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
         self._may_restore = False
         self._shown: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and the memory that a backward needs
         self._known: frozenset[str] | None = None
@@ -226,6 +236,10 @@ class BufferSync:
         elif buffers:
             with torch.no_grad():
                 foreach_copy_(self._before, buffers)
+        if self._begun_with is not buffers:
+            modules = filter(buffers_of, self._root.modules)
+            self._places = {module: dict(buffers_of(module).items()) for module in modules}
+            self._begun_with = buffers
         self._may_restore = True
         self._forget_shown()
 
@@ -279,12 +293,25 @@ class BufferSync:
     @torch.no_grad()
     def restore(self) -> None:
         """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
-        if self._may_restore and self._before:
+        if self._may_restore:
             self._root.refresh()  # the step may have put new tensors in their place, as by self.seen = self.seen + 1
+            if not _alike(self._root.buffers, self._before):
+                self._put_back()
             if _alike(self._root.buffers, self._before):
-                foreach_copy_(self._root.buffers, self._before)
+                for buffer, before in zip(self._root.buffers, self._before, strict=True):
+                    write_tensor(buffer, before)
         self._may_restore = False
         self._forget_shown()
+
+    def _put_back(self) -> None:
+        """The modules have the buffers that they had, where the step has registered some, or some of other shapes."""
+        for module in self._root.modules:
+            held = self._places.get(module, {})
+            for name in set(buffers_of(module)) - set(held):
+                del buffers_of(module)[name]
+            for name, buffer in held.items():
+                buffers_of(module)[name] = buffer
+        self._root.refresh()
 
     def keep(self) -> None:
         """After a step that has ended well: the buffers are what it has left."""

@@ -151,6 +151,7 @@ from lightning_dpx.torch_compat.tensors import (
     unflatten_dense,
     weak_storage,
     with_memory_in,
+    write_tensor,
 )  # fmt: skip
 
 __all__ = [
@@ -185,5 +186,5 @@ __all__ = [
     "top_saved_tensors_hooks",
     "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
     "unflatten_dense", "unpin", "user_cache_dir", "version_counter", "view_base", "was_traced", "weak_storage",
-    "with_memory_in", "with_part",
+    "with_memory_in", "write_tensor", "with_part",
 ]  # fmt: skip

@@ -29,6 +29,16 @@ def is_refused_by_modes(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "already associated to a python object" in str(error)
 
 
+def write_tensor(target: torch.Tensor, value: torch.Tensor) -> None:
+    """``target.copy_(value)``, also of an expanded tensor, which torch refuses to write as it repeats numbers."""
+    if target.layout is torch.strided:
+        for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                target = target.narrow(dim, 0, 1)
+                value = value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """A reference that keeps no memory; :data:`free_weak_storage` ends it."""
     return storage._weak_ref()

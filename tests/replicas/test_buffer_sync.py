@@ -114,3 +114,34 @@ def test_a_large_buffer_comes_together_in_few_operators(rule: Any, most: int) ->
     with Starts() as starts:
         sync.collect(replicas, [1, 1], lambda name, value: rule)
     assert starts.num <= most
+
+
+def test_an_expanded_buffer_is_as_it_was_after_a_step_that_failed() -> None:
+    """Torch refuses to write such a tensor as a whole, and would have told of that instead of the step's own error."""
+    module = nn.Module()
+    module.register_buffer("places", torch.arange(3.0).expand(2, 3))
+    sync = BufferSync(ReplicaSet(module, [torch.device("cpu")] * 2).replicas)
+    sync.remember()
+    module.places[0].fill_(5)
+    sync.restore()
+    assert module.places.tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("has_some", [True, False])
+def test_buffers_that_a_failed_step_has_registered_or_made_longer_are_as_they_were(has_some: bool) -> None:
+    module = nn.Module()
+    if has_some:
+        module.register_buffer("count", torch.zeros(()))
+        module.register_buffer("memory", torch.zeros(2))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    sync = BufferSync(ReplicaSet(module, [torch.device("cpu")] * 2).replicas)
+    for _ in range(2):
+        sync.remember()
+        if has_some:
+            module.count += 1
+            module.memory = torch.ones(3)
+        module.register_buffer("late", torch.ones(1))
+        sync.restore()
+    after = dict(module.named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

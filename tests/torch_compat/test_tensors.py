@@ -14,6 +14,7 @@ from lightning_dpx.torch_compat import (
     stored_parts,
     unflatten_dense,
     with_memory_in,
+    write_tensor,
 )
 
 
@@ -76,3 +77,9 @@ def test_a_sparse_tensor_is_stored_as_its_indices_and_values(layout: torch.layou
     assert torch.equal(values, torch.ones(5))
     assert bytes_of([sparse]) == sum(part.nbytes for part in indices) + 20
     assert bytes_of([torch.eye(5)]) == 100
+
+
+def test_an_expanded_tensor_is_written_by_its_numbers() -> None:
+    target = torch.zeros(3).expand(2, 1, 3)
+    write_tensor(target, torch.arange(3.0).expand(2, 1, 3).clone())
+    assert target.tolist() == [[[0.0, 1.0, 2.0]]] * 2

@@ -18,13 +18,22 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dpx.devices import is_host
 from lightning_dpx.lightning.lightning_api import Logger, Strategy, pl
 from lightning_dpx.lightning.manual.shared_gradients import Mark
-from lightning_dpx.python_objects.object_contents import refill
+from lightning_dpx.python_objects.object_contents import (
+    bytes_of_array,
+    fields_of,
+    refill,
+    slot_contents,
+    slots_of,
+    write_bytes,
+    write_fields,
+)
 from lightning_dpx.python_objects.object_graph import items_of, pairs_of
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
+from lightning_dpx.python_objects.preserve import is_generator, put_back, state_of
 from lightning_dpx.replicas import GeneratorStates
 from lightning_dpx.replicas.shared_iterators import IteratorProxy
-from lightning_dpx.torch_compat import version_counter
+from lightning_dpx.torch_compat import buffers_of, version_counter, write_tensor
 
 _OF_FRAMEWORK = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))
 # These lead to the whole run and to data sets, and none of them is state of a step.
@@ -53,7 +62,10 @@ class StepSnapshot:
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self._contents: list[tuple[Any, list[Any]]] = []
-        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._arrays: list[tuple[np.ndarray, tuple[Any, ...]]] = []
+        self._buffers: list[tuple[nn.Module, list[Any]]] = []
+        self._slots: list[tuple[Any, tuple[Any, ...]]] = []
+        self._held: list[tuple[Any, Any]] = []  # generators of optimizers and other objects, and their states
         self._seen: dict[int, Any] = {}
         for parameter in module.parameters():
             if not parameters:
@@ -66,6 +78,7 @@ class StepSnapshot:
         for buffer in module.buffers():
             self._keep_tensor(buffer)
         for child in module.modules():
+            self._buffers.append((child, list(buffers_of(child).items())))
             own = {key: value for key, value in vars(child).items() if key not in _OF_FRAMEWORK}
             self._attributes.append((child, own))
             self._keep(own.values())
@@ -74,9 +87,12 @@ class StepSnapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back, in place: other references to one of the objects see it as it was."""
+        # First what a module has registered in a step goes, and what it has put another tensor in place of comes back.
+        for child, buffers in self._buffers:
+            refill(buffers_of(child), buffers)
         for tensor, value in self._tensors:
             if tensor.shape == value.shape:
-                tensor.copy_(value)
+                write_tensor(tensor, value)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for child, own in self._attributes:
@@ -85,31 +101,56 @@ class StepSnapshot:
                 del vars(child)[key]
             vars(child).update(own)
         for array, values in self._arrays:
-            np.copyto(array, values)
+            write_bytes(array, values)
+        for value, fields in self._slots:
+            write_fields(value, fields)
         for container, content in self._contents:
             refill(container, content)
         self._generators.restore()
+        for generator, state in self._held:
+            put_back(generator, state)
 
     def _keep(self, values: Iterable[Any]) -> None:
         """Notes what can be changed in place, and in everything that it holds."""
         waiting = list(values)
         while waiting:
             value = waiting.pop()
-            if id(value) in self._seen or isinstance(value, _STOPS):
+            if id(value) in self._seen:
                 continue
-            if isinstance(value, torch.Tensor):
+            if is_generator(value):
+                self._seen[id(value)] = value
+                self._held.append((value, state_of(value)))
+            elif isinstance(value, _STOPS):
+                continue
+            elif isinstance(value, torch.Tensor):
                 self._keep_tensor(value)
             elif isinstance(value, np.ndarray):
                 self._seen[id(value)] = value
-                self._arrays.append((value, value.copy()))
+                self._arrays.append((value, bytes_of_array(value)))
             elif isinstance(value, (tuple, *_CONTAINERS)):
                 self._keep_content(value)
                 waiting.extend(items_of(value))
                 waiting.extend([key for key, _ in pairs_of(value)] if isinstance(value, dict) else ())
-            elif own_attributes(value) is not None:
-                self._seen[id(value)] = value
-                # An object's attributes are a dict, which is kept and refilled like any other.
-                waiting.append(vars(value))
+                waiting.extend(self._kept_fields(value))
+            else:
+                waiting.extend(self._kept_fields(value))
+
+    def _kept_fields(self, value: Any) -> list[Any]:
+        """What an object holds beside items: in slots, and in its attributes, which a class of containers may have."""
+        found: list[Any] = []
+        # Members of classes that are written in C look the same, and some of them cannot be set.
+        has_slots = any("__slots__" in vars(kind) for kind in type(value).__mro__)
+        slots = slots_of(value) if has_slots else ()
+        own = own_attributes(value)
+        if slots or own is not None:
+            self._seen[id(value)] = value
+        if slots:
+            self._slots.append((value, fields_of(value)))
+            found += [content for _, content in slot_contents(value)]
+        if own is not None:
+            # They are a dict, which is kept and refilled like any other.
+            found.append(own)
+        return found
 
     def _keep_content(self, container: Any) -> None:
         self._seen[id(container)] = container

@@ -2,6 +2,8 @@
 
 import random
 from collections import OrderedDict, deque
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,3 +90,77 @@ def test_an_ordered_dict_keeps_its_order() -> None:
     module.seen.pop("b")  # type: ignore[operator]
     snapshot.restore()
     assert list(module.seen.items()) == [("b", 1), ("a", 2)]  # type: ignore[operator]
+
+
+class Counted(deque[int]):
+    """Keeps more than its items."""
+
+    total = 0
+
+    def append(self, value: int) -> None:
+        self.total += 1
+        super().append(value)
+
+
+class InSlots:
+    __slots__ = ("count", "seen")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen = [0]
+
+
+class NoisySGD(torch.optim.SGD):
+    """Draws in its steps, from a generator of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.generator = torch.Generator().manual_seed(0)
+        self.host = random.Random(0)
+        self.system = random.SystemRandom()  # has no state
+
+
+def test_generators_of_an_optimizer_go_on_from_where_they_were() -> None:
+    module = Module()
+    optimizer = NoisySGD(module.parameters())
+    snapshot = StepSnapshot(module, [optimizer], GeneratorStates())
+    first = (torch.rand(1, generator=optimizer.generator).item(), optimizer.host.random())
+    snapshot.restore()
+    assert (torch.rand(1, generator=optimizer.generator).item(), optimizer.host.random()) == first
+
+
+def test_what_containers_keep_beside_their_items_and_what_is_in_slots_is_put_back() -> None:
+    module = Module()
+    module.counted = Counted([1], 3)
+    module.in_slots = InSlots()
+    module.partial = partial(int, "1")  # its members look like slots, and cannot be set
+    snapshot = StepSnapshot(module, [], GeneratorStates())
+    module.counted.append(2)
+    module.in_slots.count += 1
+    module.in_slots.seen.append(1)
+    snapshot.restore()
+    assert (list(module.counted), module.counted.total) == ([1], 0)
+    assert (module.in_slots.count, module.in_slots.seen) == (0, [0])
+
+
+def test_what_cannot_be_written_stays() -> None:
+    """A step cannot have written it either."""
+    module = Module()
+    module.register_buffer("expanded", torch.arange(3.0).expand(2, 3))
+    module.array.flags.writeable = False
+    snapshot = StepSnapshot(module, [], GeneratorStates())
+    module.steps.add_(1)
+    snapshot.restore()
+    assert module.steps.item() == 0
+    assert module.expanded.tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_buffers_that_a_step_has_registered_or_exchanged_are_put_back() -> None:
+    module = Module()
+    steps = module.steps
+    snapshot = StepSnapshot(module, [], GeneratorStates())
+    module.register_buffer("more", torch.ones(1))
+    module.steps = torch.ones(2)
+    snapshot.restore()
+    assert module.steps is steps
+    assert not hasattr(module, "more")
