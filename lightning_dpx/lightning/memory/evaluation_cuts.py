@@ -8,7 +8,7 @@ outputs of its micro-batches are what stays.
 
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from lightning_dpx.lightning.rehearsal.few_rows import FewRows
 from lightning_dpx.lightning.rehearsal.outcome import Call
 from lightning_dpx.lightning.rehearsal.shadow_step import ShadowStep
 from lightning_dpx.lightning.rehearsal.whole_run import WholeRun
+from lightning_dpx.memory import BesideActivations
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.python_objects.compiled import uncompiled
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch
@@ -43,19 +44,27 @@ class EvaluationBytes:
         fixed: Bytes of any batch.
         per_row: Bytes of a row at the peak.
         kept: Bytes of a row of what the step returns.
+        copies: What every micro-batch has copies of, such as buffers; a step in one piece has none.
     """
 
     fixed: float
     per_row: float
     kept: float
+    copies: BesideActivations = field(default_factory=BesideActivations)
 
     def peak(self, rows: int, number: int = 1) -> int:
         """Bytes at the peak of the last of ``number`` micro-batches, with the outputs of the others."""
         largest = -(-rows // number)
-        return int(self.fixed + largest * self.per_row + (rows - largest) * self.kept)
+        activations = int(self.fixed + largest * self.per_row + (rows - largest) * self.kept)
+        return activations + self.copies.of(number)
+
+    def least_peak(self, rows: int) -> int:
+        """Bytes at the peak of the micro-batches that take least."""
+        # More of them have fewer rows each, and more copies.
+        return min(self.peak(rows, number) for number in range(min(2, rows), rows + 1))
 
     def least_number(self, rows: int, room: int) -> int | None:
-        """Of micro-batches that fit into ``room`` bytes; ``None`` where not even single rows do."""
+        """Of micro-batches that fit into ``room`` bytes; ``None`` where no number does."""
         for number in range(1, rows + 1):
             if self.peak(rows, number) <= room:
                 return number
@@ -146,7 +155,12 @@ class EvaluationCuts:
         if requested:
             return None
         per_row = max(0.0, (second[0] - first[0]) / (more - few))
-        return EvaluationBytes(fixed=max(0.0, first[0] - few * per_row), per_row=per_row, kept=second[1] / more)
+        return EvaluationBytes(
+            fixed=max(0.0, first[0] - few * per_row),
+            per_row=per_row,
+            kept=second[1] / more,
+            copies=self._static.copies_for_micro_batches(self._session.replicas.root),
+        )
 
     def _bytes_of(self, run: WholeRun, num_rows: int) -> tuple[int, int]:
         """Bytes at the peak of the step on so many rows, and bytes of what it returns."""
@@ -176,10 +190,10 @@ class EvaluationCuts:
             )
             # Over its budget, as one device would be: no evaluation is refused.
             if number is None:
-                least = format_bytes(needs.peak(rows, rows))
+                least = format_bytes(needs.least_peak(rows))
                 # What takes nothing is not what exceeds it: parameters and gradients alone do.
                 if needs.peak(rows):
-                    rank_zero_warn(f"dpx: {takes}. {self._stays()}, as row by row it still takes {least}.")
+                    rank_zero_warn(f"dpx: {takes}. {self._stays()}, as micro-batches take {least} at the least.")
                 continue
             place = partition.device_of[here[0].replica.index]
             # Never fewer, as an earlier loader or a larger batch needed them.

@@ -14,7 +14,7 @@ from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradient
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.memory import BesideActivations
-from lightning_dpx.replicas import BatchSlice
+from lightning_dpx.replicas import BatchSlice, Replica
 from lightning_dpx.torch_compat import bytes_of
 
 if TYPE_CHECKING:
@@ -78,16 +78,18 @@ class StaticOfSteps:
     def _keeps_earlier(self) -> bool:
         return keeps_earlier_gradients(self._session.trainer, self._session.module)
 
+    def copies_for_micro_batches(self, replica: Replica) -> BesideActivations:
+        """What micro-batches of a replica's slice have copies of, in training and in evaluation."""
+        return BesideActivations(
+            buffers=bytes_of(replica.buffers), attributes=self._attributes.bytes_of_copy(self._session.replicas))
+
     def beside_micro_batches(
         self, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device
     ) -> BesideActivations:
         """What a replica's micro-batches need beside their activations, and a step in one piece does not."""
         here = by_device(slices)[device]
-        buffers = bytes_of(here[0].replica.buffers)
         alone = self._session.training.runs_alone(slices)
-        beside = BesideActivations(
-            buffers=buffers, keeps_buffers=alone, attributes=self._attributes.bytes_of_copy(self._session.replicas)
-        )
+        beside = replace(self.copies_for_micro_batches(here[0].replica), keeps_buffers=alone)
         # Those of the first micro-batch are there beside the activations of the others.
         if static.frees_gradients:
             return replace(beside, gradients=static.coming_gradients(device))

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import lightning_dpx as dpx
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationBytes
+from lightning_dpx.memory import BesideActivations
 from lightning_dpx.torch_compat import tree_leaves
 from tests.conftest import StepsByHand, make_loader, make_trainer
 
@@ -250,9 +251,29 @@ def test_a_larger_batch_is_looked_at_again_and_a_smaller_one_is_not(caplog) -> N
 def test_a_row_that_does_not_fit_is_warned_of() -> None:
     module = Wide()
     trainer = make_trainer(strategy=dpx.DPXStrategy(memory_budget=static(module) // 2 + 20 * KIB))
-    with pytest.warns(UserWarning, match="stays in one piece, as row by row it still takes 3"):
+    with pytest.warns(UserWarning, match="stays in one piece, as micro-batches take 3"):
         predicted = torch.cat(trainer.predict(module, large_batches(32)))
     torch.testing.assert_close(predicted, module(large_batches(32).dataset[:][0]).detach())
+
+
+class Masked(Wide):
+    """With a buffer as large as an activation, which every micro-batch has a copy of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(ROWS, WIDE))
+
+
+def test_copies_of_buffers_count_among_what_micro_batches_take(sim) -> None:
+    module = Masked()
+    held = sim.memory_allocated(0)
+    peaks = Peaks()
+    budget = held + static(module) // 2 + module.mask.nbytes + bytes_of_batch() + (6 << 20)
+    strategy = dpx.DPXStrategy(memory_budget=budget)
+    trainer = make_trainer(strategy=strategy, accelerator="sim", callbacks=[peaks])
+    with pytest.warns(UserWarning, match=r"takes 8.* stays in one piece, as micro-batches take 1[2-9].* at the least"):
+        trainer.validate(module, large_batches(), verbose=False)
+    assert peaks.most <= budget + (3 << 20)
 
 
 class Picky(Wide):
@@ -318,6 +339,14 @@ def test_outputs_of_other_micro_batches_stay() -> None:
     assert needs.peak(100, 2) == 500 + 200
     assert needs.least_number(100, 700) == 2
     assert needs.least_number(100, 399) is None
+
+
+def test_more_micro_batches_have_more_copies() -> None:
+    needs = EvaluationBytes(fixed=0, per_row=10, kept=0, copies=BesideActivations(buffers=100))
+    assert [needs.peak(100, number) for number in (1, 2, 4)] == [1000, 700, 650]
+    assert needs.least_number(100, 650) == 3
+    assert needs.least_number(100, 600) is None
+    assert needs.least_peak(100) == 640
 
 
 def test_one_loader_after_the_other(caplog) -> None:
