@@ -164,7 +164,8 @@ class BufferSync:
                         target.copy_(source, non_blocking=True)
         # After the copies, which count as writes.
         if self._watched:
-            self._as_given = {replica.index: self._watched_of(replica) for replica in (self._root, *self._others)}
+            replicas = (self._root, *self._others)
+            self._as_given = {replica.index: _with_versions(self._watched_in(replica)) for replica in replicas}
 
     def watch(self, known: frozenset[str]) -> None:
         """Before a step: it is noted whether it writes others than the ``known`` buffers."""
@@ -180,17 +181,26 @@ class BufferSync:
                 self._watched[places[id(buffer)]] = name
 
     def written(self, active: Sequence[Replica]) -> list[str]:
-        """After a forward: names of the watched buffers that a step has written, or put others in place of."""
+        """After a forward: names of the watched buffers that a step has written, or put others in place of.
+
+        And of those that some replicas have registered in it, and others have not.
+        """
         found = dict[str, None]()
+        self._root.refresh()
         for replica in active:
+            replica.refresh()
+            # What some slices have registered, and others not, one device would have or not.
+            if len(replica.buffers) != len(self._root.buffers):
+                theirs = {name for name, _ in replica.module.named_buffers()}
+                own = {name for name, _ in self._root.module.named_buffers()}
+                found.update(dict.fromkeys(sorted(theirs ^ own)))
+                continue
             given = self._as_given.get(replica.index)
             if given is None:
                 continue
-            replica.refresh()
-            # Where a step has registered more, places are others.
-            if len(replica.buffers) != len(self._root.buffers):
-                continue
-            now = self._watched_of(replica)
+            # Where a step has registered some, or has deleted some, places are others.
+            is_moved = len(replica.buffers) != len(self._known_of)
+            now = _with_versions([buffer for buffer, _ in given] if is_moved else self._watched_in(replica))
             for place, (before, version), (buffer, count) in zip(self._watched, given, now, strict=True):
                 if (buffer is not before or count != version) and self._is_other(place, buffer):
                     found[self._watched[place]] = None
@@ -203,10 +213,8 @@ class BufferSync:
             return True
         return not torch.equal(self._before[place], buffer.to(self._before[place].device))
 
-    def _watched_of(self, replica: Replica) -> list[tuple[torch.Tensor, int]]:
-        buffers = [replica.buffers[place] for place in self._watched]
-        # Tensors of inference mode count nothing.
-        return [(buffer, 0 if buffer.is_inference() else version_counter(buffer)) for buffer in buffers]
+    def _watched_in(self, replica: Replica) -> list[torch.Tensor]:
+        return [replica.buffers[place] for place in self._watched]
 
     def _replace(self, replica: Replica) -> None:
         """A step, or a hook, registered buffers or gave them another shape: the replica gets the first one's."""
@@ -324,10 +332,12 @@ class BufferSync:
             active: The replicas that take part.
             names: Of the buffers.
         """
-        if not names or not self._may_restore or not _alike(self._root.buffers, self._before):
+        if not names or not self._may_restore:
             return {}
         found: dict[str, list[float]] = {}
-        before = dict(zip((name for name, _ in self._root.module.named_buffers()), self._before, strict=True))
+        self._root.refresh()  # the step may have registered some
+        own = (name for name, _ in self._root.module.named_buffers())
+        before = dict(zip(own, self._values_before(), strict=True))
         for name in names:
             start = before.get(name)
             if start is None or start.numel() != 1:
@@ -377,13 +387,25 @@ class BufferSync:
             replica.refresh()
         columns = list(zip(*(replica.buffers for replica in active), strict=True))
         names = [name for name, _ in self._root.module.named_buffers()]
-        # Where the step has put other tensors in their place, nothing is known from before it.
-        before: Sequence[torch.Tensor | None] = [None] * len(columns)
-        if _alike(self._root.buffers, self._before):
-            before = self._before
+        before = self._values_before()
         for index, (owned, column) in enumerate(zip(self._root.buffers, columns, strict=True)):
             candidates = _BufferCandidates(owned, column, rows, before[index])
             candidates.write(choose(names[index], candidates.value))
+
+    def _values_before(self) -> Sequence[torch.Tensor | None]:
+        """Of each buffer of replica 0 what it was before the step; ``None`` where it was not there."""
+        if _alike(self._root.buffers, self._before):
+            return self._before
+        values = dict(zip(map(id, self._begun_with), self._before, strict=True))
+        found: dict[int, torch.Tensor] = {}
+        # By name, as a step that has registered one has moved the places of all that follow.
+        for module in self._root.modules:
+            held = self._places.get(module, {})
+            for name, buffer in buffers_of(module).items():
+                value = values.get(id(held.get(name)))
+                if buffer is not None and value is not None and _alike([buffer], [value]):
+                    found[id(buffer)] = value
+        return [found.get(id(buffer)) for buffer in self._root.buffers]
 
     def _check_buffers(self, replica: Replica) -> None:
         mine, theirs = (dict(module.named_buffers()) for module in (self._root.module, replica.module))
@@ -395,6 +417,11 @@ class BufferSync:
                     f"Buffer {name} has shape {shape} on replica 0 and {other} on replica {replica.index}, "
                     "so there is no mean; use buffers='broadcast'."
                 )
+
+
+def _with_versions(buffers: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    # Tensors of inference mode count nothing.
+    return [(buffer, 0 if buffer.is_inference() else version_counter(buffer)) for buffer in buffers]
 
 
 def _alike(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:

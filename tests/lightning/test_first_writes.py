@@ -99,3 +99,34 @@ def test_a_list_gets_an_item_of_a_batch_each_time_that_one_runs_again(sim: Any, 
     with pytest.warns(UserWarning, match=WRITES):
         make_trainer(max_epochs=3, **options).fit(model, loader, loader)
     assert model.kept == [0, 1, 2]
+
+
+class RegistersLate(Classifier):
+    """Counts rows in a buffer, and registers another one where its first row is such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: torch.Tensor
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[0])
+        if batch[0][0, 0] > 0.5 and not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(2))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
+def test_a_buffer_that_some_slices_register_is_that_of_the_whole_batch(options: dict[str, Any]) -> None:
+    strategy = dpx.DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
+    torch.manual_seed(0)
+    model = RegistersLate()
+    torch.manual_seed(0)
+    alone = RegistersLate()
+    rows = make_loader(106)
+    with pytest.warns(UserWarning, match="a batch whole.* It writes self.late in this batch"):
+        make_trainer(max_epochs=1, strategy=strategy, devices=options["devices"]).fit(model, rows, rows)
+    make_trainer(max_epochs=1).fit(alone, rows, rows)
+    expected = alone.state_dict()
+    assert expected["seen"] == 106
+    torch.testing.assert_close(model.state_dict(), expected)

@@ -145,3 +145,49 @@ def test_buffers_that_a_failed_step_has_registered_or_made_longer_are_as_they_we
     after = dict(module.named_buffers())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_count_comes_together_beside_a_buffer_that_the_step_has_registered() -> None:
+    module = nn.Module()
+    module.first = nn.Module()
+    module.register_buffer("count", torch.ones(()))
+    replicas = ReplicaSet(module, [torch.device("cpu")] * 2).replicas
+    sync = BufferSync(replicas)
+    sync.remember()
+    sync.copy()
+    for replica in replicas:
+        replica.module.first.register_buffer("late", torch.ones(1))
+        replica.module.count = replica.module.count + 2
+    sync.collect(replicas, [1, 1], lambda name, value: "sum")
+    assert module.count.item() == 5
+
+
+@pytest.mark.parametrize(("registers", "written"), [((0, 1), ["count"]), ((1,), ["late"])])
+def test_what_is_written_is_found_where_a_step_registers_buffers(registers: Any, written: list[str]) -> None:
+    """What some slices register, and others do not, is not what one device has."""
+    module = nn.Module()
+    module.first = nn.Module()
+    module.register_buffer("count", torch.ones(()))
+    replicas = ReplicaSet(module, [torch.device("cpu")] * 2).replicas
+    sync = BufferSync(replicas)
+    sync.watch(frozenset())
+    sync.copy()
+    sync.remember()
+    for index in registers:
+        replicas[index].module.first.register_buffer("late", torch.ones(1))
+    if len(registers) == 2:
+        module.count += 1
+    assert [name.removeprefix("first.") for name in sync.written(replicas)] == written
+
+
+def test_a_buffer_that_a_step_has_deleted_is_no_place_to_look_at() -> None:
+    module = nn.Module()
+    for name in ("cache", "count"):
+        module.register_buffer(name, torch.ones(()))
+    replicas = ReplicaSet(module, [torch.device("cpu")] * 2).replicas
+    sync = BufferSync(replicas)
+    sync.watch(frozenset())
+    sync.copy()
+    for replica in replicas:
+        del replica.module.cache
+    assert sync.written(replicas) == []
