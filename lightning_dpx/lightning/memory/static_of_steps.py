@@ -81,7 +81,8 @@ class StaticOfSteps:
     def copies_for_micro_batches(self, replica: Replica) -> BesideActivations:
         """What micro-batches of a replica's slice have copies of, in training and in evaluation."""
         return BesideActivations(
-            buffers=bytes_of(replica.buffers), attributes=self._attributes.bytes_of_copy(self._session.replicas))
+            buffers=bytes_of(replica.buffers), attributes=self._attributes.bytes_of_copy(self._session.replicas)
+        )
 
     def beside_micro_batches(
         self, slices: Sequence[BatchSlice], static: StaticMemory, device: torch.device
