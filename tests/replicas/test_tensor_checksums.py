@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.replicas.tensor_checksums import checksums
 
 
@@ -11,3 +13,17 @@ def test_a_checksum_sees_a_single_bit_and_no_order() -> None:
     assert checksums([one]) != checksums([other])
     assert checksums([torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.bool)])[1] == 2
     assert checksums([]) == []
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_checksums_take_little_beside_the_activations_of_a_step(memory_format: torch.memory_format) -> None:
+    large = torch.ones(32, 64, 16, 16).to(memory_format=memory_format)
+    assert peak_of_passing(lambda: checksums([large])) < large.nbytes / 32
+    assert checksums([large]) == checksums([large.contiguous()])
+
+
+def test_checksums_of_large_tensors_see_a_single_bit() -> None:
+    large = torch.arange(2**21, dtype=torch.float32)
+    before = checksums([large])
+    large.view(torch.int32)[-1] += 1
+    assert checksums([large])[0] == before[0] + 1
