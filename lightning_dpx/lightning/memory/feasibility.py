@@ -20,6 +20,8 @@ def check_feasible(
     replicas: ReplicaSet,
     static: Callable[[Sequence[BatchSlice]], StaticMemory],
     example: Callable[[Replica], list[Profile]],
+    *,
+    may_be_idle: bool = False,
 ) -> None:
     """Refuses a budget that leaves no room for activations, or not for those of one row of an example.
 
@@ -29,6 +31,7 @@ def check_feasible(
         replicas: The replicas.
         static: What a step needs beside activations.
         example: What at least a step of a replica takes on each of its devices; nothing if that is not known.
+        may_be_idle: Whether the first batch tells which parameters get no gradient, and then nothing is kept for them.
 
     Raises:
         BudgetError: it does.
@@ -40,7 +43,13 @@ def check_feasible(
     held = static(list(firsts.values()))
     all_devices = by_device(list(firsts.values()))
     limits = {device: rooms.budgets.limit(device, replicas.devices) for device in all_devices}
-    free = {device: rooms.room(device, held, limit) for device, limit in limits.items()}
+    try:
+        free = {device: rooms.room(device, held, limit) for device, limit in limits.items()}
+    except BudgetError:
+        # The first batch tells what its step does not use, and refuses the rest.
+        if may_be_idle and all(held.present(device) < limit for device, limit in limits.items()):
+            return
+        raise
     for home, batch_slice in firsts.items():
         devices = devices_of(batch_slice.replica)
         profiles = example(batch_slice.replica)

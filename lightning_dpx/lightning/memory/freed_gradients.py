@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dpx.lightning.expected_gradient import LossGradient
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
+from lightning_dpx.lightning.memory.idle_parameters import IdleParameters
 from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients
 from lightning_dpx.lightning.memory.shadow_slice import Step
 from lightning_dpx.lightning.memory.slice_timing import run_once
@@ -68,9 +69,13 @@ class FreedGradients:
 
     Args:
         session: Whose steps.
+
+    Attributes:
+        idle: The parameters that get none.
     """
 
     def __init__(self, session: "Session") -> None:
+        self.idle: IdleParameters = IdleParameters()
         self._session = session
         self._gradient: LossGradient | None = None
         self._are_read: bool | None = None  # not known before a step was looked at
@@ -84,7 +89,7 @@ class FreedGradients:
         """
         if self._has_failed:
             self._are_read = None
-        if self._are_read is not None or not self.are_freed:
+        if self._are_read is not None or not self.may_tell_idle:
             return
         reads = _Reads()
 
@@ -95,12 +100,27 @@ class FreedGradients:
         # Until it has come to its end, nothing is freed.
         self._are_read = True
         try:
-            run_once(self._session.replicas, batch_slice, watched)
+            self._run_watched(batch_slice, watched)
             self._has_failed = False
         except Exception:  # noqa: BLE001  a step without a loss, say: the profile that follows has more to say of it
             self._has_failed = True
         else:
             self._are_read = reads.any
+
+    def _run_watched(self, batch_slice: BatchSlice, watched: Step) -> None:
+        """Runs the step, and finds in its graph which parameters it leads no gradient to."""
+        replicas = self._session.replicas
+        if self._session.module.automatic_optimization:
+            try:
+                run_once(replicas, batch_slice, watched, self._look_at_graph)
+            except Exception:  # noqa: BLE001  such as of a step that asks for gradients itself, which were not saved
+                pass
+            else:
+                return
+        run_once(replicas, batch_slice, watched)
+
+    def _look_at_graph(self, shadow: Any, loss: torch.Tensor) -> None:
+        self.idle.look(loss, list(shadow.parameters()), self._session.replicas.root.parameters)
 
     def accumulation_changes(self) -> bool:
         """Whether gradients are added up over another number of batches than in the step before."""
@@ -128,10 +148,20 @@ class FreedGradients:
             if id(parameter) in zeroed:
                 parameter.grad = None
 
-    def _is_alone(self) -> bool:
-        """Whether the first replica has every batch; elsewhere gradients are summed, in memory that stays."""
+    @property
+    def may_tell_idle(self) -> bool:
+        """Whether one look tells which parameters get no gradient, and nothing is kept for these by optimizers."""
         session = self._session
         replicas = session.replicas
+        # Micro-batches of one device add their gradients to each other.
+        is_one_device = self._is_alone() or (replicas.cuts_slices and len(replicas.devices) == 1)
+        return is_one_device and not self._has_others() and may_free_gradients(session.trainer, session.module)
+
+    def _is_alone(self) -> bool:
+        """Whether the first replica has every batch; elsewhere gradients are summed, in memory that stays."""
+        replicas = self._session.replicas
         is_first = len(replicas.replicas) == 1 or replicas.partition.is_one_slice
-        has_others = session.has_processes or session.step.has_other_owners
-        return is_first and not has_others and not replicas.cuts_slices
+        return is_first and not self._has_others() and not replicas.cuts_slices
+
+    def _has_others(self) -> bool:
+        return self._session.has_processes or self._session.step.has_other_owners

@@ -168,6 +168,9 @@ class PlannedStepMemory(StepMemory):
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
         self._planning.peaks.end_backward()
+        # They were not counted, and neither was what an optimizer keeps for them.
+        if self._freed_gradients.idle.some_have_come():
+            self._planning.room_checks.ask()
 
     def end_update(self) -> None:
         """Compares what was there at a time with the budgets."""

@@ -276,7 +276,7 @@ class MemoryPlanning:
         self.rooms.trained.are_planned_for()
         for one in decided.values():
             for device in one.devices:
-                apart = static.coming_gradients(device) - static.counted_gradients(device)
+                apart = 0 if static.frees_gradients else static.coming_gradients(device)
                 self.peaks.passing[device] = apart + static.passing(device)
         # Of all steps that are remembered, not of the latest alone: the
         # others are planned for as well.

@@ -96,7 +96,8 @@ class RoomCheck:
                 notes = " ".join(getattr(error, "__notes__", []))
                 where = ", ".join(map(str, lacking))
                 rank_zero_warn(
-                    "dpx: more is kept between steps than when memory was planned, as by lists that grow, and by "
-                    f"callbacks and hooks that make copies, so steps exceed {planning.rooms.option()} on {where}: "
+                    "dpx: more is kept between steps than when memory was planned, as by lists that grow, for "
+                    "parameters that no step had used before, and by callbacks and hooks that make copies, so steps "
+                    f"exceed {planning.rooms.option()} on {where}: "
                     f"{error} {notes}"
                 )

@@ -5,7 +5,7 @@ parameters, so bytes and time grow as these do.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,11 @@ class ShadowOptimizer:
 
 
 def with_shadow_optimizer(
-    optimizer: Any, measure: Callable[[ShadowOptimizer], float], *, elsewhere: bool = False
+    optimizer: Any,
+    measure: Callable[[ShadowOptimizer], float],
+    *,
+    elsewhere: bool = False,
+    idle: Collection[int] = (),
 ) -> float | None:
     """What ``measure`` finds on a shadow; ``None`` where there can be none.
 
@@ -49,11 +53,12 @@ def with_shadow_optimizer(
         measure: Is given the shadow after its first step, which has made states.
         elsewhere: Whether the optimizer will be on an accelerator, where torch takes ``foreach=True`` for most; the
             shadow is on the host.
+        idle: Ids of parameters that are left out, as they have no gradients.
     """
     # A class of the user's may do anything when it is made.
     if not is_of_torch(optimizer):
         return None
-    trained = trained_by(optimizer)
+    trained = [parameter for parameter in trained_by(optimizer) if id(parameter) not in idle]
     if not trained:
         return None
     divisor = max(1, sum(parameter.numel() for parameter in trained) // _ELEMENTS)
@@ -63,7 +68,8 @@ def with_shadow_optimizer(
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         if elsewhere:
             _set_for_accelerators(options, type(optimizer))
-        mine = [(_part_of(parameter, divisor), parameter) for parameter in group["params"] if parameter.requires_grad]
+        of_group = [parameter for parameter in group["params"] if parameter.requires_grad and id(parameter) not in idle]
+        mine = [(_part_of(parameter, divisor), parameter) for parameter in of_group]
         if mine:
             groups.append({"params": [part for part, _ in mine], **options})
         parts += mine

@@ -1,8 +1,9 @@
 """How long a step on a slice takes, on the device that it is on or by the rates of another one."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,13 +63,44 @@ def seconds_of_slice(
         )
 
 
-def run_once(replicas: ReplicaSet, batch_slice: BatchSlice, run: Step) -> None:
-    """Runs the step on ``batch_slice`` by a shadow, for what ``run`` sees of it; all that it changes is put back."""
+def run_once(
+    replicas: ReplicaSet,
+    batch_slice: BatchSlice,
+    run: Step,
+    look: Callable[[Any, torch.Tensor], None] | None = None,
+) -> None:
+    """Runs the step on ``batch_slice`` by a shadow, for what ``run`` sees of it; all that it changes is put back.
+
+    Args:
+        replicas: All of them.
+        batch_slice: What the step runs on.
+        run: The step.
+        look: Is given the shadow and the loss with its graph, in which nothing is saved; without it there is none.
+    """
     # The shadow is in reference cycles, and would count among what the device holds beside a step.
     with TRIAL_GARBAGE.freed(), on_shadow(replicas, batch_slice, run, batch_slice.replica.device) as (shadow, step):
         forward = step(batch_slice.batch)
+        timer = CostModel(batch_slice.replica.device).timer(shadow)
+        if look is not None:
+            # What a graph saves would take as much as the step itself.
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+                timer.timed(forward, partial(look, shadow))
+            return
         with torch.no_grad() if shadow.automatic_optimization else nullcontext():
-            CostModel(batch_slice.replica.device).timer(shadow).timed(forward, _no_backward)
+            timer.timed(forward, _no_backward)
+
+
+def _drop(_: torch.Tensor) -> None:
+    """In place of what a graph saves."""
+
+
+def _refuse(_: Any) -> torch.Tensor:
+    """In place of what a backward asks for, as one within the step does.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("A step that is looked at has saved nothing for a backward.")
 
 
 def _no_backward(loss: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """What a training step holds on every device beside its activations."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class StaticMemory:
         frees_gradients: Whether those of the step before are freed before the forward; then the new ones are counted
             where they come, among the activations.
         attributes: Of tensors on the host that modules hold in attributes, with those of copies.
+        idle: Ids of parameters that no step has led a gradient to.
         callbacks: Of the run, which may hold tensors and modules, such as the averaged one.
     """
 
@@ -48,6 +49,7 @@ class StaticMemory:
     keeps_earlier: bool = False
     frees_gradients: bool = False
     attributes: int = 0
+    idle: Collection[int] = ()
     callbacks: Sequence[Any] = ()
 
     def beside_activations(self, device: torch.device) -> int:
@@ -57,8 +59,11 @@ class StaticMemory:
 
     def counted_gradients(self, device: torch.device) -> int:
         """Bytes of gradients that come within a step, and are counted with its activations."""
-        # What is there now has not been freed, so nothing has shown that it will be.
-        return self.coming_gradients(device) if self.frees_gradients else 0
+        if not self.frees_gradients:
+            return 0
+        # What is there now has not been freed, so nothing has shown that it will be. A profile counts those of idle
+        # parameters as well, which do not come.
+        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
 
     def passing(self, device: torch.device) -> int:
         """Bytes that come and go within a step.
@@ -114,11 +119,12 @@ class StaticMemory:
 
     def gradients(self, device: torch.device) -> int:
         """Bytes of all gradients of the parameters there."""
-        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad)
+        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and id(p) not in self.idle)
 
     def coming_gradients(self, device: torch.device) -> int:
-        """Bytes of the gradients that are not there yet."""
-        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
+        """Bytes of the gradients that are not there yet, and are to come."""
+        without = [p for p in self._parameters(device) if p.requires_grad and p.grad is None]
+        return sum(p.nbytes for p in without if id(p) not in self.idle)
 
     def _bytes_of_batch(self) -> int:
         """Of the batch on the host; that of a step on a device is copied there within the step, and counted with it."""

@@ -40,17 +40,21 @@ class StaticOfSteps:
         replicas = session.replicas
         # A device without a slice sends no gradients, so its share of the reduction is not counted.
         active = {replicas.partition.device_of[batch_slice.replica.index] for batch_slice in slices}
+        # An optimizer of torch keeps nothing for what has no gradient.
+        idle = self._freed_gradients.idle.ids
+        trained = [parameter for parameter in session.step.owner_parameters if id(parameter) not in idle]
         return StaticMemory(
             slices,
             snapshot=self._snapshot_bytes(slices),
             shown=self._shown_bytes(slices),
-            states=bytes_of_states(session.step.owner_parameters, session.strategy.optimizers),
+            states=bytes_of_states(trained, session.strategy.optimizers),
             moving=session.step.sums.reduction_bytes(active),
             moves_in_backward=session.step.sums.overlapped is not None,
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
             keeps_earlier=replicas.cuts_slices and self._keeps_earlier,
             frees_gradients=self._freed_gradients.are_freed,
             attributes=self._attributes.bytes_on_host(replicas),
+            idle=idle,
             callbacks=session.trainer.callbacks,  # type: ignore[attr-defined]
         )
 
@@ -93,7 +97,7 @@ class StaticOfSteps:
         beside = replace(self.copies_for_micro_batches(here[0].replica), keeps_buffers=alone)
         # Those of the first micro-batch are there beside the activations of the others.
         if static.frees_gradients:
-            return replace(beside, gradients=static.coming_gradients(device))
+            return replace(beside, gradients=static.counted_gradients(device))
         if not self._keeps_earlier:
             return beside
         # Slices are not cut yet, so what is counted now says nothing of the

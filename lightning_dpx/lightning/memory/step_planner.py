@@ -153,7 +153,7 @@ class StepPlanner:
         on_host = [device for device in self._planning.devices.plans if is_host(device)]
         if self._has_told_of_update or not on_host:
             return
-        taken = bytes_of_update(self._session.strategy.optimizers)
+        taken = bytes_of_update(self._session.strategy.optimizers, self._freed_gradients.idle.ids)
         static = self._static.of(slices)
         for device in on_host:
             _, limit = self._planning.devices.forecast(device)
@@ -185,7 +185,9 @@ class StepPlanner:
             counts = self._freed_gradients.are_freed
             return profile_example(replicas, replica, precision, counts_gradients=counts)
 
-        check_feasible(self._planning.rooms, self._planning.planner, replicas, self._static.of, profiles_of)
+        rooms = self._planning.rooms
+        may_be_idle = self._freed_gradients.may_tell_idle
+        check_feasible(rooms, self._planning.planner, replicas, self._static.of, profiles_of, may_be_idle=may_be_idle)
         if example is None:
             return
         batch = before_batch_transfer(self._session.module, precision.convert_input(example))

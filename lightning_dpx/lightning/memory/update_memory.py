@@ -4,7 +4,7 @@ Some take as much as all parameters together (``foreach=True`` keeps a list of w
 as much as the largest. Which it is shows on a small shadow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_dpx.devices import canonical_device, is_host
@@ -12,12 +12,17 @@ from lightning_dpx.lightning.memory.shadow_optimizer import ShadowOptimizer, tra
 from lightning_dpx.memory import HostAccount
 
 
-def bytes_of_update(optimizers: Sequence[Any]) -> int:
-    """Bytes on the host that come and go in a step of one of the optimizers, at the most; 0 where that is not known."""
+def bytes_of_update(optimizers: Sequence[Any], idle: Collection[int] = ()) -> int:
+    """Bytes on the host that come and go in a step of one of the optimizers, at the most; 0 where that is not known.
+
+    Args:
+        optimizers: Which.
+        idle: Ids of parameters without gradients, which a step leaves alone.
+    """
     most = 0
     for optimizer in optimizers:
         if _is_on_host(optimizer):
-            most = max(most, int(with_shadow_optimizer(optimizer, _taken) or 0))
+            most = max(most, int(with_shadow_optimizer(optimizer, _taken, idle=idle) or 0))
     return most
 
 
