@@ -181,7 +181,7 @@ class WeakTensor:
         geometry: Size, stride and offset, where it has such a key.
     """
 
-    __slots__ = ("_ref", "_storage", "_version", "dtype", "geometry", "storage", "version", "view")
+    __slots__ = ("_empty", "_ref", "_storage", "_version", "dtype", "geometry", "storage", "version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = 0
@@ -189,6 +189,11 @@ class WeakTensor:
         self.version: int = version_counter(tensor)
         self.dtype: torch.dtype = tensor.dtype
         self.geometry: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] = (torch.Size(), (), 0)
+        self.view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
+        # Without numbers nothing is kept and nothing changes: a cache that begins empty is replaced by the first keys.
+        self._empty: Tensor | None = None if tensor.numel() else tensor.detach()
+        if self._empty is not None:
+            return
         # A parameter stays anyway. The memory of a conjugate, or of a negative, holds other numbers.
         if not (isinstance(tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg()):
             self.geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -198,7 +203,6 @@ class WeakTensor:
         # The object of a view may go with the call, its base stays. A base of another dtype does
         # not show these numbers: a complex one is no view of its parts.
         base = view_base(tensor)
-        self.view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
         if base is not None and base.dtype == tensor.dtype and type(base) in _PLAIN:
             self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
             tensor = base
@@ -216,6 +220,8 @@ class WeakTensor:
         Raises:
             NotRecomputable: it is not, or takes more than ``most`` bytes and would have to be kept for this.
         """
+        if self._empty is not None:
+            return self._empty
         tensor: Tensor | None = self._ref()
         if tensor is None:
             raise NotRecomputable("an operand outside of the graph is gone")

@@ -296,3 +296,44 @@ def test_a_detached_part_of_a_value_is_dropped_and_made_again_with_it() -> None:
         assert all(map(torch.equal, [parameter.grad for parameter in module.parameters()], expected))
         assert not applied.not_found
         assert peak <= plan.budget
+
+
+def test_an_operand_without_numbers_is_known_although_it_is_gone() -> None:
+    gone = torch.ones(3, 0, 8)[:, :, 2:]
+    with UntrackedInputs():
+        result = torch.cat([X.expand(3, 8, 8)[:, :, 2:], gone], 1)
+    del gone
+    found = _constant(result)
+    assert isinstance(found, Tensor)
+    assert found.shape == (3, 0, 6)
+
+
+class BeginsEmpty(nn.Module):
+    """Puts its keys behind those in a cache, which is new and empty in every step, as decoders of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            cache = torch.tensor([], dtype=x.dtype)
+            cache = torch.cat([cache, layer(x)])
+            x = (cache * x).tanh()
+        return x.mean()
+
+
+def test_what_is_put_behind_nothing_is_dropped_and_made_again() -> None:
+    torch.manual_seed(0)
+    module, rows = BeginsEmpty(), torch.rand(256, 64)
+    module(rows).backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    plan = dpx.search_plan(module, rows, budget=0.6, progress=False)
+    applied = dpx.apply_plan(module, plan)
+    for _ in range(3):  # the first one is followed call by call, the others in a routine
+        module.zero_grad()
+        peak = peak_of_passing(lambda: module(rows).backward())
+        assert all(map(torch.equal, [parameter.grad for parameter in module.parameters()], expected))
+        assert not applied.not_found
+        assert peak <= plan.budget
