@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MIN_PART = 2**12  # in elements: below, the calls take longer than the sums
-_MAX_PARTS = 2**8  # of a large tensor: each is a kernel to launch
+_MIN_PART = 2**15  # in elements: below, the calls take longer than the sums
+_MAX_PARTS = 2**5  # of a large tensor: on an accelerator each is three kernels to launch
 
 
 @torch.no_grad()
@@ -39,6 +39,8 @@ def _sum_in_parts(bits: torch.Tensor) -> torch.Tensor:
     # torch copies what it sums to the type of the sum first, which takes twice the memory of a parameter, beside all
     # activations of a step.
     length = max(_MIN_PART, bits.numel() // _MAX_PARTS)
+    if bits.numel() <= length:
+        return bits.sum(dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in torch.split(bits, length):
         total += part.sum(dtype=torch.int64)
