@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_dpx.devices import is_out_of_memory
 from lightning_dpx.lightning.expected_gradient import LossGradient
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer
 from lightning_dpx.lightning.memory.idle_parameters import IdleParameters
@@ -113,8 +114,10 @@ class FreedGradients:
         if self._session.module.automatic_optimization:
             try:
                 run_once(replicas, batch_slice, watched, self._look_at_graph)
-            except Exception:  # noqa: BLE001  such as of a step that asks for gradients itself, which were not saved
-                pass
+            except Exception as error:
+                # A graph that saves nothing takes next to nothing: without it there would be no room either.
+                if is_out_of_memory(error):
+                    raise
             else:
                 return
         run_once(replicas, batch_slice, watched)
