@@ -8,6 +8,7 @@ import types
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -236,10 +237,12 @@ def write_fields(value: Any, held: tuple[Any, ...]) -> None:
     """Slots and ``__dict__`` hold this again."""
     slots = slots_of(value)
     for slot, content in zip(slots, held, strict=False):
-        if content is not _MISSING:
-            slot.__set__(value, content)
-        elif is_set(slot, value):
-            slot.__delete__(value)
+        # A member of a class that is written in C looks like a slot; what is read-only nobody has written.
+        with suppress(AttributeError, TypeError):
+            if content is not _MISSING:
+                slot.__set__(value, content)
+            elif is_set(slot, value):
+                slot.__delete__(value)
     rest = held[len(slots) :]
     own = own_attributes(value)
     if own is not None:

@@ -1,6 +1,7 @@
 """Tensors and modules: what they are made of, whose memory they look at, what they check."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def write_tensor(target: torch.Tensor, value: torch.Tensor) -> None:
             if stride == 0 and size > 1:
                 target = target.narrow(dim, 0, 1)
                 value = value.narrow(dim, 0, 1)
-    target.copy_(value)
+    # Outside of its mode torch refuses to write a tensor of inference mode.
+    with torch.inference_mode() if target.is_inference() else nullcontext():
+        target.copy_(value)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:

@@ -160,7 +160,8 @@ class StepSnapshot:
 
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         """A copy on the host, where there is room beside what the step takes."""
-        if id(tensor) in self._seen:
+        # One without numbers, of the meta device, has nothing to copy.
+        if id(tensor) in self._seen or tensor.is_meta:
             return
         self._seen[id(tensor)] = tensor
         value = tensor.detach()

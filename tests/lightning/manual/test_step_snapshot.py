@@ -4,6 +4,7 @@ import random
 from collections import OrderedDict, deque
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -164,3 +165,35 @@ def test_buffers_that_a_step_has_registered_or_exchanged_are_put_back() -> None:
     snapshot.restore()
     assert module.steps is steps
     assert not hasattr(module, "more")
+
+
+class InSlotsOfC(partial[int]):
+    """Has slots, and members of a class that is written in C."""
+
+    __slots__ = ("count",)
+
+
+def test_read_only_members_of_classes_in_c_are_left_alone() -> None:
+    module = Module()
+    own = module.own
+    module.weak = WeakValueDictionary({"own": own})  # whose references have a slot, and a read-only member
+    module.called = InSlotsOfC(int, "1")
+    module.called.count = 0
+    snapshot = StepSnapshot(module, [], GeneratorStates())
+    module.called.count = 1
+    module.weak["more"] = module.called
+    snapshot.restore()
+    assert dict(module.weak) == {"own": own}
+    assert (module.called(), module.called.count) == (1, 0)
+
+
+def test_tensors_of_inference_mode_and_without_numbers_are_no_hindrance() -> None:
+    module = Module()
+    with torch.inference_mode():
+        module.features = torch.zeros(2)
+    module.outline = torch.empty(2, device="meta")
+    snapshot = StepSnapshot(module, [], GeneratorStates())
+    with torch.inference_mode():
+        module.features.add_(1)
+    snapshot.restore()
+    assert module.features.tolist() == [0, 0]
