@@ -39,7 +39,7 @@ def _sum_in_parts(bits: torch.Tensor) -> torch.Tensor:
     # torch copies what it sums to the type of the sum first, which takes twice the memory of a parameter, beside all
     # activations of a step.
     length = max(_MIN_PART, bits.numel() // _MAX_PARTS)
-    if bits.numel() <= length:
+    if bits.numel() <= length:  # most parameters, whose calls take longer than their sums
         return bits.sum(dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in torch.split(bits, length):

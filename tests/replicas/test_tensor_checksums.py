@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.replicas.tensor_checksums import checksums
@@ -27,3 +30,21 @@ def test_checksums_of_large_tensors_see_a_single_bit() -> None:
     before = checksums([large])
     large.view(torch.int32)[-1] += 1
     assert checksums([large])[0] == before[0] + 1
+
+
+class Sums(TorchDispatchMode):
+    """Counts additions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += any(name in func.name() for name in ("sum", "add", "zeros"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_checksums_of_small_tensors_take_one_sum_each() -> None:
+    with Sums() as sums:
+        checksums([torch.arange(16.0) for _ in range(10)])
+    assert sums.number == 10
