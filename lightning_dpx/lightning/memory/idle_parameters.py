@@ -28,6 +28,9 @@ class IdleParameters:
             reached_from: The parameters of that copy.
             parameters: Of the module itself, in the same order.
         """
+        # A constant, as of a step that skips a batch, tells nothing of other batches.
+        if loss.grad_fn is None:
+            return
         reached = _leaves_of(loss)
         if reached is None or len(reached_from) != len(parameters):
             return

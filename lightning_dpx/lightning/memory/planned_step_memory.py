@@ -168,13 +168,18 @@ class PlannedStepMemory(StepMemory):
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
         self._planning.peaks.end_backward()
-        # They were not counted, and neither was what an optimizer keeps for them.
-        if self._freed_gradients.idle.some_have_come():
-            self._planning.room_checks.ask()
+        self._look_at_idle()
 
     def end_update(self) -> None:
         """Compares what was there at a time with the budgets."""
         self._planning.peaks.end_update()
+        # Hooks between the backward and the update may give gradients as well.
+        self._look_at_idle()
+
+    def _look_at_idle(self) -> None:
+        # They were not counted, and neither was what an optimizer keeps for them.
+        if self._freed_gradients.idle.some_have_come():
+            self._planning.room_checks.ask()
 
     def _tighten(self) -> str:
         """After a step that ran out of memory; says what the plans are now."""

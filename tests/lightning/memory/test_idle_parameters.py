@@ -1,6 +1,6 @@
 """Parameters that no step uses have no gradients and no states, and take nothing from a budget until one does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,10 +49,20 @@ class Rooms(Callback):
         self.seen += [plan.budget for plan in trainer.strategy.planning.devices.plans.values()]
 
 
-def fit(module: LightningModule, budget: int, micro_batches: int = 1) -> list[int | None]:
+class GivesGradients(Callback):
+    """To a head that no step uses, by hand, from the third step on."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step >= 2:
+            pl_module.head.weight.grad = torch.ones_like(pl_module.head.weight)
+
+
+def fit(
+    module: LightningModule, budget: int, micro_batches: int = 1, callbacks: Sequence[Callback] = ()
+) -> list[int | None]:
     rooms = Rooms()
     strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches=micro_batches, plan_cache=False)
-    trainer = make_trainer(strategy=strategy, devices=1, max_steps=6, callbacks=[rooms])
+    trainer = make_trainer(strategy=strategy, devices=1, max_steps=6, callbacks=[*callbacks, rooms])
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(6 * ROWS, WIDTH)), ROWS))
     return rooms.seen
 
@@ -70,6 +80,14 @@ def test_a_step_that_uses_them_later_has_memory_planned_anew() -> None:
     assert first is not None
     assert last is not None
     # Before, what is allowed is more than any step can take.
+    assert last < first - 2 * UNUSED
+
+
+def test_hooks_that_give_them_gradients_have_memory_planned_anew() -> None:
+    rooms = fit(HasUnusedHead(), 5 * UNUSED + ACTIVATIONS // 3, callbacks=[GivesGradients()])
+    first, last = rooms[0], rooms[-1]
+    assert first is not None
+    assert last is not None
     assert last < first - 2 * UNUSED
 
 
@@ -94,3 +112,10 @@ def test_nothing_is_told_of_a_graph_with_backwards_of_its_own() -> None:
     loss, parameters = loss_of(lambda net, x: checkpoint(net[0], x, use_reentrant=True))  # type: ignore[index]
     idle.look(loss, parameters, parameters)
     assert not idle.ids, "of the first one as well the graph shows nothing"
+
+
+def test_nothing_is_told_of_a_loss_without_a_graph() -> None:
+    idle = IdleParameters()
+    _, parameters = loss_of(lambda net, x: net[0](x))  # type: ignore[index]
+    idle.look(torch.zeros((), requires_grad=True), parameters, parameters)
+    assert not idle.ids, "a step that skips a batch, say"
