@@ -178,8 +178,11 @@ class PlannedStepMemory(StepMemory):
 
     def _look_at_idle(self) -> None:
         # They were not counted, and neither was what an optimizer keeps for them.
-        if self._freed_gradients.idle.some_have_come():
-            self._planning.room_checks.ask()
+        if not self._freed_gradients.idle.some_have_come():
+            return
+        self._planning.room_checks.ask()
+        if self._step is not None:
+            self._planner.tell_of_update(self._step.slices)
 
     def _tighten(self) -> str:
         """After a step that ran out of memory; says what the plans are now."""

@@ -128,7 +128,7 @@ class StepPlanner:
             to_plan = StepToPlan(replicas=replicas, slices=step.slices, run=run, static_of=self._static.of)
             self._planning.decide(to_plan, source=source)
         self._micro_batches.say_why_whole(self._planning.devices.plans.values())
-        self._tell_of_update(step.slices)
+        self.tell_of_update(step.slices)
 
     def _plan_joint_calls(self, slices: Sequence[BatchSlice]) -> None:
         """Plans for steps that have called more together than any that was profiled, once they were seen."""
@@ -148,8 +148,12 @@ class StepPlanner:
                     f"{planning.rooms.option()}: {error} Such a step exceeds it."
                 )
 
-    def _tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
-        """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later."""
+    def tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
+        """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later.
+
+        Args:
+            slices: Of the step.
+        """
         on_host = [device for device in self._planning.devices.plans if is_host(device)]
         if self._has_told_of_update or not on_host:
             return

@@ -101,3 +101,24 @@ def test_hooks_on_all_optimizers_are_not_called_for_it() -> None:
     finally:
         handle.remove()
     assert not calls
+
+
+class UsesTheRestLater(Wide):
+    """Half of its layers from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net[:8](batch[0]).square().mean()
+        if batch_idx > 0:
+            # No calls, which would have memory planned anew before the step.
+            loss = loss + torch.stack([layer.weight.sum() for layer in self.net[8:]]).sum()
+        return loss
+
+
+def test_a_step_is_told_of_that_is_beyond_the_budget_with_parameters_that_the_first_one_did_not_use() -> None:
+    strategy = dpx.DPXStrategy(memory_budget=int(4.75 * MIB), micro_batches=1, plan_cache=False)
+    batches = DataLoader(TensorDataset(torch.randn(24, 128)), batch_size=8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make_trainer(max_epochs=1, strategy=strategy, accelerator="cpu", devices=1).fit(UsesTheRestLater(True), batches)
+    messages = [str(one.message) for one in told if "a step of the optimizer takes" in str(one.message)]
+    assert len(messages) == 1
