@@ -67,7 +67,10 @@ class StepSnapshot:
         self._slots: list[tuple[Any, tuple[Any, ...]]] = []
         self._held: list[tuple[Any, Any]] = []  # generators of optimizers and other objects, and their states
         self._seen: dict[int, Any] = {}
+        self._trained: list[tuple[nn.Parameter, bool]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
         for parameter in module.parameters():
+            self._trained.append((parameter, parameter.requires_grad))
             if not parameters:
                 # So that an attribute or an optimizer that holds it does not bring it in again.
                 self._seen[id(parameter)] = parameter
@@ -78,6 +81,7 @@ class StepSnapshot:
         for buffer in module.buffers():
             self._keep_tensor(buffer)
         for child in module.modules():
+            self._modes.append((child, child.training))
             self._buffers.append((child, list(buffers_of(child).items())))
             own = {key: value for key, value in vars(child).items() if key not in _OF_FRAMEWORK}
             self._attributes.append((child, own))
@@ -93,6 +97,11 @@ class StepSnapshot:
         for tensor, value in self._tensors:
             if tensor.shape == value.shape:
                 write_tensor(tensor, value)
+        # A step that was undone between toggle_optimizer and untoggle_optimizer has left the others frozen.
+        for parameter, is_trained in self._trained:
+            parameter.requires_grad_(is_trained)
+        for child, is_training in self._modes:
+            child.training = is_training
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for child, own in self._attributes:

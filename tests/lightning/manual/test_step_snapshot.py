@@ -197,3 +197,17 @@ def test_tensors_of_inference_mode_and_without_numbers_are_no_hindrance() -> Non
         module.features.add_(1)
     snapshot.restore()
     assert module.features.tolist() == [0, 0]
+
+
+def test_what_was_frozen_and_put_into_another_mode_is_as_it_was() -> None:
+    module = Module()
+    module.linear.bias.requires_grad_(False)
+    module.linear.eval()
+    snapshot = StepSnapshot(module, [], GeneratorStates())
+    module.linear.weight.requires_grad_(False)
+    module.linear.bias.requires_grad_(True)
+    module.linear.train()
+    module.eval()
+    snapshot.restore()
+    assert (module.linear.weight.requires_grad, module.linear.bias.requires_grad) == (True, False)
+    assert (module.training, module.linear.training) == (True, False)
