@@ -67,10 +67,8 @@ class StepSnapshot:
         self._slots: list[tuple[Any, tuple[Any, ...]]] = []
         self._held: list[tuple[Any, Any]] = []  # generators of optimizers and other objects, and their states
         self._seen: dict[int, Any] = {}
-        self._trained: list[tuple[nn.Parameter, bool]] = []
-        self._modes: list[tuple[nn.Module, bool]] = []
+        self._modes = _Modes(module, list(module.parameters()))
         for parameter in module.parameters():
-            self._trained.append((parameter, parameter.requires_grad))
             if not parameters:
                 # So that an attribute or an optimizer that holds it does not bring it in again.
                 self._seen[id(parameter)] = parameter
@@ -81,7 +79,6 @@ class StepSnapshot:
         for buffer in module.buffers():
             self._keep_tensor(buffer)
         for child in module.modules():
-            self._modes.append((child, child.training))
             self._buffers.append((child, list(buffers_of(child).items())))
             own = {key: value for key, value in vars(child).items() if key not in _OF_FRAMEWORK}
             self._attributes.append((child, own))
@@ -97,11 +94,7 @@ class StepSnapshot:
         for tensor, value in self._tensors:
             if tensor.shape == value.shape:
                 write_tensor(tensor, value)
-        # A step that was undone between toggle_optimizer and untoggle_optimizer has left the others frozen.
-        for parameter, is_trained in self._trained:
-            parameter.requires_grad_(is_trained)
-        for child, is_training in self._modes:
-            child.training = is_training
+        self._modes.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for child, own in self._attributes:
@@ -178,6 +171,22 @@ class StepSnapshot:
         self._tensors.append((tensor, copied))
 
 
+class _Modes:
+    """Which parameters are trained, and which modules are in training."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+        self._training = [(child, child.training) for child in module.modules()]
+
+    def restore(self) -> None:
+        # A step that ends between toggle_optimizer and untoggle_optimizer leaves parameters of the others frozen.
+        for parameter, is_trained in self._trained:
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
+        for child, is_training in self._training:
+            child.training = is_training
+
+
 class StepStart:
     """What can be noted of every step at next to no cost: enough to begin it anew before an optimizer has acted.
 
@@ -194,6 +203,7 @@ class StepStart:
     def __init__(self, module: nn.Module, parameters: Sequence[torch.Tensor], generators: GeneratorStates) -> None:
         self._generators = generators
         self._parameters = parameters
+        self._modes = _Modes(module, parameters)
         self._marks = {id(parameter): Mark.of(parameter) for parameter in parameters}
         self._copies: dict[int, torch.Tensor] = {}  # by parameter
         # What libraries keep in their modules no step of the user's counts.
@@ -223,6 +233,7 @@ class StepStart:
                 if copied is None:
                     return False
                 written.append((gradient, copied))
+        self._modes.restore()
         for gradient, copied in written:
             gradient.copy_(copied)
         for parameter, gradient in zip(self._parameters, noted, strict=True):

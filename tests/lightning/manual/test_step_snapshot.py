@@ -7,10 +7,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot
+from lightning_dpx.lightning.manual.step_snapshot import StepSnapshot, StepStart
 from lightning_dpx.replicas import GeneratorStates
 
 
@@ -199,15 +200,18 @@ def test_tensors_of_inference_mode_and_without_numbers_are_no_hindrance() -> Non
     assert module.features.tolist() == [0, 0]
 
 
-def test_what_was_frozen_and_put_into_another_mode_is_as_it_was() -> None:
+@pytest.mark.parametrize("of_every_step", [False, True])
+def test_what_was_frozen_and_put_into_another_mode_is_as_it_was(of_every_step: bool) -> None:
     module = Module()
     module.linear.bias.requires_grad_(False)
     module.linear.eval()
-    snapshot = StepSnapshot(module, [], GeneratorStates())
+    start: Any = StepSnapshot(module, [], GeneratorStates())
+    if of_every_step:
+        start = StepStart(module, list(module.parameters()), GeneratorStates())
     module.linear.weight.requires_grad_(False)
     module.linear.bias.requires_grad_(True)
     module.linear.train()
     module.eval()
-    snapshot.restore()
+    start.restore()
     assert (module.linear.weight.requires_grad, module.linear.bias.requires_grad) == (True, False)
     assert (module.training, module.linear.training) == (True, False)
