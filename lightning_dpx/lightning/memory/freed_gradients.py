@@ -118,6 +118,7 @@ class FreedGradients:
                 # A graph that saves nothing takes next to nothing: without it there would be no room either.
                 if is_out_of_memory(error):
                     raise
+                # Other steps may need what was not saved, as one that asks for gradients itself.
             else:
                 return
         run_once(replicas, batch_slice, watched)
