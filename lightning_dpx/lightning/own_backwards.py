@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_dpx.lightning.run_again import StaysWhole
 from lightning_dpx.python_objects.shared_patch import SharedPatch, Undo
-from lightning_dpx.torch_compat import roots_of
+from lightning_dpx.torch_compat import nodes_of_graph, roots_of
 
 REASON = "It runs a backward itself, which adds to the gradients of parameters what a slice has."
 ADVICE = "For all devices to take part, add that loss to the one that the step returns."
@@ -145,21 +145,14 @@ def _ask_first(backward: Callable[..., None], tensors: Any, *args: Any, **option
 
 def _leaves_of(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The leaves that a backward from ``roots`` comes to."""
-    # One after the other: a graph may be deeper than Python's stack.
-    waiting: list[Any] = []
+    nodes: list[Any] = []
     for root in roots:
         if isinstance(root, torch.Tensor) and root.grad_fn is None:
             yield root
         else:
-            waiting.append(root.grad_fn if isinstance(root, torch.Tensor) else root.node)
-    seen = set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+            nodes.append(root.grad_fn if isinstance(root, torch.Tensor) else root.node)
+    for node in nodes_of_graph(nodes):
         # Only the node that adds to a leaf's gradient has one.
         variable = getattr(node, "variable", None)
         if variable is not None:
             yield variable
-        waiting += [next_node for next_node, _ in node.next_functions]

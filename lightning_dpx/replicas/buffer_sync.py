@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import ReplicationError
+from lightning_dpx.python_objects.object_contents import refill
 from lightning_dpx.replicas.parameter_sync import check_names
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.torch_compat import (
@@ -314,11 +315,7 @@ class BufferSync:
     def _put_back(self) -> None:
         """The modules have the buffers that they had, where the step has registered some, or some of other shapes."""
         for module in self._root.modules:
-            held = self._places.get(module, {})
-            for name in set(buffers_of(module)) - set(held):
-                del buffers_of(module)[name]
-            for name, buffer in held.items():
-                buffers_of(module)[name] = buffer
+            refill(buffers_of(module), self._places.get(module, {}).items())
         self._root.refresh()
 
     def keep(self) -> None:

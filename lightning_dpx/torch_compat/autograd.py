@@ -1,6 +1,6 @@
 """What autograd and its profiler do, beyond their public functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,20 @@ def roots_of(given: Any) -> tuple[Any, ...]:
     if is_several:
         return tuple(given)
     return (given,)
+
+
+def nodes_of_graph(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes that a backward from the nodes ``roots`` runs, each once; those of leaves have a ``variable``."""
+    # One after the other: a graph may be deeper than Python's stack.
+    waiting = list(roots)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            yield node
+            further = {following for following, _ in node.next_functions} - seen
+            seen |= further
+            waiting += further
 
 
 def nodes_so_far() -> int:

@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dpx.torch_compat import is_in_checkpoint, parametrizations_are_cached, run_backward
+from lightning_dpx.torch_compat import is_in_checkpoint, nodes_of_graph, parametrizations_are_cached, run_backward
 
 
 class Counted(TorchFunctionMode):
@@ -54,3 +54,13 @@ def test_a_cache_of_parametrizations_is_seen() -> None:
     with torch.nn.utils.parametrize.cached():
         assert parametrizations_are_cached()
     assert not parametrizations_are_cached()
+
+
+def test_each_node_of_a_graph_is_found_once_however_deep_it_is() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    result = leaf
+    for _ in range(3000):
+        result = result + result
+    nodes = list(nodes_of_graph([result.grad_fn, None]))
+    assert len(nodes) == 3001
+    assert [node.variable is leaf for node in nodes if hasattr(node, "variable")] == [True]

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from lightning_dpx.torch_compat import nodes_of_graph
+
 
 class IdleParameters:
     """Those of a module that no step has led a gradient to so far; none before a step was looked at."""
@@ -48,17 +50,9 @@ class IdleParameters:
 def _leaves_of(loss: torch.Tensor) -> set[int] | None:
     """The ids of the leaves that a backward of ``loss`` reaches; ``None`` where the graph does not tell."""
     leaves: set[int] = set()
-    seen = {loss.grad_fn}
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    for node in nodes_of_graph([loss.grad_fn]):
         # A function of Python's may run a backward of its own, as a reentrant checkpoint does.
         if isinstance(node, BackwardCFunction):
             return None
-        if node is None:
-            continue
         leaves.add(id(getattr(node, "variable", None)))
-        further = {following for following, _ in node.next_functions} - seen
-        seen |= further
-        waiting += further
     return leaves

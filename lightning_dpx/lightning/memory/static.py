@@ -63,7 +63,7 @@ class StaticMemory:
             return 0
         # What is there now has not been freed, so nothing has shown that it will be. A profile counts those of idle
         # parameters as well, which do not come.
-        return sum(p.nbytes for p in self._parameters(device) if p.requires_grad and p.grad is None)
+        return sum(p.nbytes for p in self._without_gradient(device))
 
     def passing(self, device: torch.device) -> int:
         """Bytes that come and go within a step.
@@ -123,8 +123,10 @@ class StaticMemory:
 
     def coming_gradients(self, device: torch.device) -> int:
         """Bytes of the gradients that are not there yet, and are to come."""
-        without = [p for p in self._parameters(device) if p.requires_grad and p.grad is None]
-        return sum(p.nbytes for p in without if id(p) not in self.idle)
+        return sum(p.nbytes for p in self._without_gradient(device) if id(p) not in self.idle)
+
+    def _without_gradient(self, device: torch.device) -> list[nn.Parameter]:
+        return [p for p in self._parameters(device) if p.requires_grad and p.grad is None]
 
     def _bytes_of_batch(self) -> int:
         """Of the batch on the host; that of a step on a device is copied there within the step, and counted with it."""

@@ -223,7 +223,7 @@ class BesideActivations:
         return self.left_behind * (number - 1) // number
 
     def describe(self, number: int) -> str:
-        """The candidate in words."""
+        """What so many micro-batches need, in words."""
         parts = []
         if self.gradients:
             parts.append(f"{format_bytes(self.gradients)} of gradients that earlier ones leave")

@@ -34,6 +34,7 @@ from lightning_dpx.torch_compat import (
     compiled_call_of,
     hook_compiled_function,
     key_of,
+    nodes_of_graph,
     nodes_so_far,
     number_of,
     tree_leaves,
@@ -241,7 +242,7 @@ class _CompiledCalls:
     def _find_backwards(self, result: torch.Tensor) -> None:
         """Watches the backwards of functions, whose outputs nobody has shown, in the graph of ``result``."""
         found: list[list[Any]] = [[] for _ in self._ranges]
-        for node in _graph_of(result) if self._ranges else ():
+        for node in nodes_of_graph([result.grad_fn]) if self._ranges else ():
             for nodes, (first, end, _) in zip(found, self._ranges, strict=True):
                 if first <= number_of(node) < end:
                     nodes.append(node)
@@ -532,19 +533,6 @@ def _runs(name: str, by_share: Mapping[float, Mapping[str, _Seen]]) -> tuple[Cod
             continue
         runs.append(CodeRun(share, *_bytes_of(seen), seen.seconds))
     return tuple(runs)
-
-
-def _graph_of(result: torch.Tensor) -> Iterator[Any]:
-    """The nodes that a backward from ``result`` runs."""
-    waiting = [result.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            yield node
-            further = {following for following, _ in node.next_functions} - seen
-            seen |= further
-            waiting += further
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,14 +69,19 @@ class Wide(LightningModule):
         return torch.optim.AdamW(self.parameters(), foreach=self.foreach)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_a_step_beyond_the_budget_is_told_of_once_with_its_figures(foreach: bool) -> None:
+def told_of_updates(module: Wide) -> list[str]:
+    """What a fit within a budget of 4.75 MiB says of its optimizer's steps."""
     strategy = dpx.DPXStrategy(memory_budget=int(4.75 * MIB), micro_batches=1, plan_cache=False)
     batches = DataLoader(TensorDataset(torch.randn(24, 128)), batch_size=8)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        make_trainer(max_epochs=1, strategy=strategy, accelerator="cpu", devices=1).fit(Wide(foreach), batches)
-    messages = [str(one.message) for one in told if "a step of the optimizer takes" in str(one.message)]
+        make_trainer(max_epochs=1, strategy=strategy, accelerator="cpu", devices=1).fit(module, batches)
+    return [str(one.message) for one in told if "a step of the optimizer takes" in str(one.message)]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_step_beyond_the_budget_is_told_of_once_with_its_figures(foreach: bool) -> None:
+    messages = told_of_updates(Wide(foreach))
     assert len(messages) == (1 if foreach else 0)
     if foreach:
         assert "takes 1.0 MiB on cpu" in messages[0]
@@ -115,10 +120,5 @@ class UsesTheRestLater(Wide):
 
 
 def test_a_step_is_told_of_that_is_beyond_the_budget_with_parameters_that_the_first_one_did_not_use() -> None:
-    strategy = dpx.DPXStrategy(memory_budget=int(4.75 * MIB), micro_batches=1, plan_cache=False)
-    batches = DataLoader(TensorDataset(torch.randn(24, 128)), batch_size=8)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        make_trainer(max_epochs=1, strategy=strategy, accelerator="cpu", devices=1).fit(UsesTheRestLater(True), batches)
-    messages = [str(one.message) for one in told if "a step of the optimizer takes" in str(one.message)]
+    messages = told_of_updates(UsesTheRestLater(True))
     assert len(messages) == 1
