@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dpx import DPXStrategy
 from lightning_dpx.replicas import executor_choice
 from tests.conftest import Classifier, assert_equal, make_loader, make_trainer, places, run
+from tests.lightning.by_hand import loss_or_step
 
 pytestmark = pytest.mark.usefixtures("hardware")
 GLOBAL_GENERATOR = np.random.RandomState(11)
@@ -267,13 +268,7 @@ class ScalesOnItsDevice(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows = batch[0] * torch.rand((), device=self.device)
         loss = F.cross_entropy(self.net(F.dropout(rows, 0.3) if self.drops else rows), batch[1])
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return loss_or_step(self, loss)
 
 
 def trained_by_own_draws(num_replicas: int, execution: str, **options: bool) -> dict[str, torch.Tensor]:
@@ -332,13 +327,7 @@ class MixesOnce(Classifier):
             # On the host, as the number is: on a device it would have that one's generator.
             rows = F.dropout(rows.cpu(), 0.3).to(self.device)
         loss = F.cross_entropy(self.net(rows), batch[1])
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return loss_or_step(self, loss)
 
 
 def draw_by_torch() -> float:

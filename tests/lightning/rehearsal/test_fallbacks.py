@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.conftest import make_loader, make_trainer, strategy_in
+from tests.lightning.by_hand import loss_or_step
 
 
 class MakesAScaleForEachBatch(LightningModule):
@@ -57,13 +58,7 @@ class SpreadOfOutputs(LightningModule):
         if self.hides_nan:
             spread = spread.nan_to_num()
         loss = F.cross_entropy(outputs, batch[1]) + spread.mean()
-        if self.automatic_optimization:
-            return loss
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return loss_or_step(self, loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=0.1)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_dpx as dpx
 from lightning_dpx.torch_compat import tree_leaves
 from tests.conftest import make_loader, make_trainer
+from tests.lightning.by_hand import loss_or_step
 
 
 class NormedGAN(LightningModule):
@@ -211,13 +212,7 @@ class RootOfRows(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
         assert float(self.frozen.weight.double().sum()) == self.digest, "weights were changed"
         loss = self.net(batch[0]).pow(2).mean().sqrt()
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return loss_or_step(self, loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
