@@ -187,9 +187,9 @@ class BufferSync:
         And of those that some replicas have registered in it, and others have not.
         """
         found = dict[str, None]()
-        self._root.refresh()
+        for replica in {self._root, *active}:
+            replica.refresh_buffers()
         for replica in active:
-            replica.refresh()
             # What some slices have registered, and others not, one device would have or not.
             if len(replica.buffers) != len(self._root.buffers):
                 theirs = {name for name, _ in replica.module.named_buffers()}
@@ -232,7 +232,7 @@ class BufferSync:
                 # A plain attribute of that name would hide the buffer.
                 vars(target_module).pop(name, None)
                 buffers_of(target_module)[name] = None if source is None else memo[id(source)]
-        replica.refresh()
+        replica.refresh_buffers()
 
     def remember(self) -> None:
         """Before a step that may fail half-way: replica 0's buffers, for :meth:`restore`."""
@@ -264,7 +264,7 @@ class BufferSync:
         They get other memory for it, as the graph of the forward may need the old one: see :meth:`hide`.
         """
         for replica in {self._root, *active}:  # a step may have put new tensors in their place
-            replica.refresh()
+            replica.refresh_buffers()
         buffers = [buffer for buffer in self._root.buffers if buffer.layout == torch.strided]
         self._shown = [(buffer, buffer.data) for buffer in buffers]
         with torch.no_grad(), preserve_version_counter(tuple(buffers)):
@@ -303,7 +303,7 @@ class BufferSync:
     def restore(self) -> None:
         """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
         if self._may_restore:
-            self._root.refresh()  # the step may have put new tensors in their place, as by self.seen = self.seen + 1
+            self._root.refresh_buffers()  # the step may have put new tensors in their place, as by self.seen = self.seen + 1
             if not _alike(self._root.buffers, self._before):
                 self._put_back()
             if _alike(self._root.buffers, self._before):
@@ -316,7 +316,7 @@ class BufferSync:
         """The modules have the buffers that they had, where the step has registered some, or some of other shapes."""
         for module in self._root.modules:
             refill(buffers_of(module), self._places.get(module, {}).items())
-        self._root.refresh()
+        self._root.refresh_buffers()
 
     def keep(self) -> None:
         """After a step that has ended well: the buffers are what it has left."""
@@ -332,7 +332,7 @@ class BufferSync:
         if not names or not self._may_restore:
             return {}
         found: dict[str, list[float]] = {}
-        self._root.refresh()  # the step may have registered some
+        self._root.refresh_buffers()  # the step may have registered some
         own = (name for name, _ in self._root.module.named_buffers())
         before = dict(zip(own, self._values_before(), strict=True))
         for name in names:
@@ -361,7 +361,7 @@ class BufferSync:
             return
         if self._mode == "mean" and len(active) > 1:
             for replica in active:  # a step may have put new tensors in their place
-                replica.refresh()
+                replica.refresh_buffers()
             for replica in active[1:]:
                 self._check_buffers(replica)
         if not self._root.buffers:
@@ -381,7 +381,7 @@ class BufferSync:
     @torch.no_grad()
     def _collect_by_rules(self, active: Sequence[Replica], rows: Sequence[int], choose: ChooseBufferRule) -> None:
         for replica in active:  # a step may have put new tensors in their place
-            replica.refresh()
+            replica.refresh_buffers()
         columns = list(zip(*(replica.buffers for replica in active), strict=True))
         names = [name for name, _ in self._root.module.named_buffers()]
         before = self._values_before()

@@ -75,6 +75,11 @@ class Replica:
         self._num_children = list(map(len, map(submodules_of, modules)))
         self._entries = {reader: _entries(modules, reader) for reader in (submodules_of, parameters_of, buffers_of)}
 
+    def refresh_buffers(self) -> None:
+        """As :meth:`refresh`, for those who ask for the buffers alone: parameters are not looked at."""
+        if not (self._has_known_modules() and self._has_known(buffers_of)):
+            self.refresh()
+
     def _has_known_modules(self) -> bool:
         """Whether a walk would find the modules of the last one."""
         # It would where each of them has the children that it had. To compare their dicts entry by entry
