@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.errors import ConfigurationError, ReplicationError
 from lightning_dpx.lightning.adoption import Adoption
 from lightning_dpx.lightning.checkpoint_io import with_whole_files
 from lightning_dpx.lightning.compiled_whole import CompiledWhole
@@ -71,6 +71,17 @@ class HookedStrategy(ParallelStrategy):
         """A copy is between two runs, also of a strategy that is in one: threads and locks stay with the run."""
         between = {"session": self.one_device, "stopping": NoStop(), "hooks_mode": None, "module_in_use": None}
         return {**super().__getstate__(), **between}
+
+    @property
+    def replicated_session(self) -> Session:
+        """The session of a run on replicas, for those who work for nothing else.
+
+        Raises:
+            ReplicationError: the run is on one device, or there is none.
+        """
+        if not isinstance(self.session, Session):
+            raise ReplicationError("There are no replicas: the run is on one device, or has not begun or is over.")
+        return self.session
 
     # ---- what was asked for ----
 

@@ -303,7 +303,8 @@ class BufferSync:
     def restore(self) -> None:
         """After a step that failed: replica 0's buffers are what they were; the others follow before their next one."""
         if self._may_restore:
-            self._root.refresh_buffers()  # the step may have put new tensors in their place, as by self.seen = self.seen + 1
+            # The step may have put new tensors in their place, as by self.seen = self.seen + 1.
+            self._root.refresh_buffers()
             if not _alike(self._root.buffers, self._before):
                 self._put_back()
             if _alike(self._root.buffers, self._before):

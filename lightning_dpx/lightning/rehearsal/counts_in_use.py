@@ -90,7 +90,7 @@ class CountsInUse:
     def _farthest(self) -> int:
         """How much is added to any of the counts until the run is over, at the most."""
         call = self._step.call
-        num_batches = _batches_of_run(self._step.strategy.lightning_module.trainer)
+        num_batches = _batches_of_run(self._step.module.trainer)
         if call.name != "training_step" or not math.isfinite(num_batches):
             return _FAR
         of_few_rows = max(map(abs, self._added.values()))

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,6 +50,9 @@ from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.torch_compat import is_refused_by_modes
 
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
 NOT_ALIKE = "they are not what one device gives: "
 _MORE_ROWS = 8  # times as many, where what the first rows show fits several rules by chance
 # Where more rows show no more, other rows: those after so large a part of what is left.
@@ -70,11 +73,11 @@ class Rehearsal:
         least_rows: Of a slice, those that the step is known to run on, where a few rows were too few; else 0.
     """
 
-    def __init__(self, strategy: Any, call: Call, loss_reduction: str, requested: list[str]) -> None:
+    def __init__(self, strategy: "DPXStrategy", call: Call, loss_reduction: str, requested: list[str]) -> None:
         self._loss_reduction = loss_reduction
-        self._module = strategy.lightning_module
         self._requested = requested
         self._step = ShadowStep(strategy, call, requested)
+        self._module = self._step.module
         self._rows = FewRows(call, self._step.replicas)
         self._whole = WholeRun(self._step, self._rows)
         self._sliced = SlicedRun(self._step, self._rows)

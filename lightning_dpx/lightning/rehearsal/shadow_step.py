@@ -48,6 +48,7 @@ from lightning_dpx.torch_compat import post_accumulate_hooks_of, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_dpx.lightning.session import Session
+    from lightning_dpx.lightning.strategy import DPXStrategy
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,12 +87,12 @@ class ShadowStep:
         moves_on: By how much the index of the batch is further on, for each step of a run; no further unless given.
     """
 
-    def __init__(self, strategy: Any, call: Call, requested: list[str]) -> None:
+    def __init__(self, strategy: "DPXStrategy", call: Call, requested: list[str]) -> None:
         self.strategy = strategy
         self.call = call
-        self.session: Session = strategy.session
+        self.session: Session = strategy.replicated_session
         self.replicas: ReplicaSet = self.session.replicas
-        module: pl.LightningModule = strategy.lightning_module
+        module: pl.LightningModule = self.session.module
         self.module: pl.LightningModule = module
         self._requested = requested
         self.trains: bool = call.name == "training_step"
@@ -389,7 +390,9 @@ def logged_value(value: Any, options: Mapping[str, Any]) -> Logged:
     return Logged(value=whole, reduce_fx=name, batch_size=options.get("batch_size"))
 
 
-def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: Iterable[torch.dtype] = ()) -> Tolerance:
+def _tolerance_of(
+    strategy: "DPXStrategy", module: pl.LightningModule, call: Call, seen: Iterable[torch.dtype] = ()
+) -> Tolerance:
     """By the coarsest dtype that the step computes in, or that gradients travel in."""
     dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
     dtypes.append(torch.float32 if not dtypes else dtypes[0])
@@ -397,7 +400,7 @@ def _tolerance_of(strategy: Any, module: pl.LightningModule, call: Call, seen: I
     # Gradients in fewer digits on the way differ from those of one device by that rounding.
     if strategy.options.wire_dtype is not None:
         dtypes.append(strategy.options.wire_dtype)
-    context = copy.copy(strategy.precision_plugin.wrapped).train_step_context()  # a user's own may count its calls
+    context = copy.copy(strategy.dpx_precision.wrapped).train_step_context()  # a user's own may count its calls
     kind = strategy.root_device.type
     with context:
         # Asked inside of the context, as a precision plugin may be any class that enters autocast.

@@ -215,7 +215,7 @@ class SliceCheck:
         Raises:
             SlicesFail: it does.
         """
-        may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._step.strategy.lightning_module)
+        may_read = len(self._step.replicas.devices) > 1 and names_gradients(self._step.module)
         # Two more runs of one device, so only where the code names gradients or
         # something differs already.
         if (may_read or comparison.differences) and not self._is_look and self._reads_old_gradients():

@@ -1,12 +1,16 @@
 """What is said of checks, and what ``verify`` asks to follow from a difference: a warning, an error, whole batches."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_dpx.errors import ParityError
 from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.options import Verify
 from lightning_dpx.lightning.rehearsal.comparison.parity_report import Comparison
 from lightning_dpx.replicas import MergeRules
+
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+    from lightning_dpx.lightning.strategy import DPXStrategy
 
 _CHECKED_AGAIN = ", and is in later batches that do it, until a check has seen it; the step is checked again"
 
@@ -19,12 +23,17 @@ class Verdicts:
         verify: What happens when they differ from one device.
     """
 
-    def __init__(self, strategy: Any, verify: Verify) -> None:
+    def __init__(self, strategy: "DPXStrategy", verify: Verify) -> None:
         self._strategy = strategy
         self._verify = verify
         # Not emptied by forget: a second fit of the same strategy need not say the same again.
         self._said: set[str] = set()
         self._unchecked = ""
+
+    @property
+    def _session(self) -> "Session":
+        """The run whose steps are checked."""
+        return self._strategy.replicated_session
 
     def forget(self) -> None:
         """The run is over."""
@@ -56,7 +65,7 @@ class Verdicts:
             raise ParityError(comparison.complaint())
         if self._verify == "first":
             text = f"on {comparison.rows} rows its slices differ from one device: {comparison.summary()}."
-            self._strategy.session.whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
+            self._session.whole_batches.give_whole(name, text, "verify='warn' runs its slices all the same.")
         # Rehearsed again because it has done something new, a step differs by what was told before as well.
         elif not is_told:
             rank_zero_warn(comparison.complaint())
@@ -66,7 +75,7 @@ class Verdicts:
         if self._verify != "first" or not norms:
             return False
         names = ", ".join(norms[:3])
-        self._strategy.session.whole_batches.give_whole(
+        self._session.whole_batches.give_whole(
             name,
             f"{names} would normalize by slice, and not by batch as on one device.",
             "Trainer(sync_batchnorm=True) makes it the whole batch's; verify='warn' runs slices all the same.",

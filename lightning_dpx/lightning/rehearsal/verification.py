@@ -10,7 +10,7 @@ One rehearsal of one step is in `rehearsal.py`; here is what a run makes of all 
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.lightning.options import Verify
@@ -40,6 +40,10 @@ from lightning_dpx.replicas import AttributeRules, BatchSlice, MergeRules
 from lightning_dpx.replicas.shared_iterators import code_iterators_guarded
 from lightning_dpx.units import format_bytes
 
+if TYPE_CHECKING:
+    from lightning_dpx.lightning.session import Session
+    from lightning_dpx.lightning.strategy import DPXStrategy
+
 _AT_MOST = 5  # more rehearsals of a stage, one after each batch with a value that was zero or not there before
 
 
@@ -52,7 +56,7 @@ class Verification:
         loss_reduction: As given.
     """
 
-    def __init__(self, strategy: Any, verify: Verify, loss_reduction: str) -> None:
+    def __init__(self, strategy: "DPXStrategy", verify: Verify, loss_reduction: str) -> None:
         self._strategy = strategy
         self._verify = verify
         self._loss_reduction = loss_reduction
@@ -65,6 +69,11 @@ class Verification:
         self._spot_checks = SpotChecks()
         self._recurrences: dict[Key, Recurrence] = {}
         self._agreed = False
+
+    @property
+    def _session(self) -> "Session":
+        """The run whose steps are rehearsed."""
+        return self._strategy.replicated_session
 
     def forget(self) -> None:
         """Forgets what a run has found, so that the next one rehearses anew."""
@@ -136,13 +145,13 @@ class Verification:
             with self._trial():
                 rehearses = self._check_smaller_slices(_call_of(name, slices, args, kwargs), _least_rows_of(slices))
         elif self._known.is_checked(key) and len(slices) > 1 and not self._lacks_room(name):
-            is_due = not is_known and self._spot_checks.is_due(key, self._strategy.lightning_module.current_epoch)
+            is_due = not is_known and self._spot_checks.is_due(key, self._session.module.current_epoch)
             if is_due and self._has_room_for_copies(name, slices):
                 with self._trial():
                     rehearses = self._look_again(_call_of(name, slices, args, kwargs))
         elif key not in self._done and len(slices) > 1:
             self._done.add(key)
-            self._strategy.session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
+            self._session.replicas.python_state.share_iterators_of_code()  # a rehearsal would have found them
         # Also where this process rehearsed nothing: the others wait for its answer.
         if name == "training_step" and not self._agreed:
             self._agreed = True
@@ -152,12 +161,12 @@ class Verification:
     def _lacks_room(self, name: str) -> bool:
         """Whether another look may break a budget: one at a step by hand copies all parameters and optimizers."""
         strategy = self._strategy
-        by_hand = name == "training_step" and not strategy.lightning_module.automatic_optimization
+        by_hand = name == "training_step" and not self._session.module.automatic_optimization
         return by_hand and bool(strategy.plans_memory)
 
     def _has_room_for_copies(self, name: str, slices: Sequence[BatchSlice]) -> bool:
         """Whether a look keeps a budget; said where it does not, as what it would have found stays unseen."""
-        needed = self._strategy.session.memory.bytes_too_many_for_look(slices)
+        needed = self._session.memory.bytes_too_many_for_look(slices)
         if needed:
             self._verdicts.say(
                 f"dpx: {name}, checked in its first batch, is not looked at again in later ones: copies of the "
@@ -205,7 +214,7 @@ class Verification:
         # Options are compared between processes at setup, so all leave here or none does.
         if self._loss_reduction != "auto" or strategy.num_processes == 1:
             return
-        rules = strategy.session.step.rules
+        rules = self._session.step.rules
         mine = rules.loss_reduction
         # A sum is seen where slices show it, and a process whose batch stays whole sees nothing.
         if "sum" in gather_objects("agreeing on the loss", mine):
@@ -216,7 +225,7 @@ class Verification:
         """A context in which a step can be rehearsed."""
         requested: list[str] = []
         # The dispatch mode of a rehearsal sees no operators inside of compiled code.
-        with code_iterators_guarded(self._strategy.lightning_module, requested), uncompiled():
+        with code_iterators_guarded(self._session.module, requested), uncompiled():
             yield Rehearsal(self._strategy, call, loss_reduction, requested)
 
     def _trial(self) -> AbstractContextManager[None]:
@@ -285,7 +294,7 @@ class Verification:
         key = call.key
         # Remembered by the stage: a batch that does not divide evenly has its step on one device.
         if rehearsal.needs_equal_slices:
-            strategy.session.whole_batches.keep_whole_if_unequal(call.name)
+            self._session.whole_batches.keep_whole_if_unequal(call.name)
         if rehearsal.least_rows:
             self._least_rows[key] = rehearsal.least_rows
         num_repeats = self._again[key] if self._again[key] == _AT_MOST else None
@@ -298,19 +307,19 @@ class Verification:
             rules.loss_reduction = before.loss_reduction
         # Before threads append to a list in any order, which no later step could put right.
         if rules.attributes.growing:
-            strategy.session.replicas.order.note_shared_write(call.name)
+            self._session.replicas.order.note_shared_write(call.name)
         self._spot_checks.news(key, outcome.comparison.differences)
         self._keep_order(call.name, outcome.comparison)
-        strategy.session.metrics.take_rules(rehearsal.metric_rules)
+        self._session.metrics.take_rules(rehearsal.metric_rules)
         if call.name == "training_step":
-            strategy.session.step.rules = rules
+            self._session.step.rules = rules
         if outcome.comparison.differences:
             self._tell_differences(key, outcome.comparison)
         elif not self._verdicts.normalizes_slices(call.name, rehearsal.norms) and (news or not self._again[key]):
             self._verdicts.agrees(outcome.comparison)
 
     def _buffers_of(self, names: Sequence[str]) -> list[str]:
-        module = self._strategy.lightning_module
+        module = self._session.module
         return [f"{name}.{own}" for name in names for own, _ in module.get_submodule(name).named_buffers()]
 
     def _tell_differences(self, key: Key, comparison: Comparison) -> None:
@@ -363,7 +372,7 @@ class Verification:
             return False
         comparison.notes.append("The batches that were checked before had shown nothing of it")
         # Without micro-batches the step may not fit, and would end in the middle.
-        if self._strategy.session.replicas.cuts_slices:
+        if self._session.replicas.cuts_slices:
             comparison.notes.append("With micro_batches=1 it stays in one piece")
         self._tell_differences(key, comparison)
         return True
@@ -392,7 +401,7 @@ class Verification:
     def _keep_order(self, name: str, comparison: Comparison) -> None:
         """A step that writes what lies outside of the module takes turns, or threads would write it in any order."""
         if any(path.startswith(OUTSIDE) for path in comparison.changed):
-            self._strategy.session.replicas.order.note_shared_write(name)
+            self._session.replicas.order.note_shared_write(name)
 
     def _check_smaller_slices(self, call: Call, rows: int) -> bool:
         """Tries slices of fewer rows than any before, of a step that did not run on a few rows, such as ``topk(8)``.
@@ -403,7 +412,7 @@ class Verification:
             with self._rehearsal(call, self._loss_reduction) as rehearsal:
                 rehearsal.check_real_slices()
         except SlicesFail as failure:
-            self._strategy.session.whole_batches.keep_whole_if_small(call.name, rows, failure.reason)
+            self._session.whole_batches.keep_whole_if_small(call.name, rows, failure.reason)
             return True
         except (NotRehearsed, PartsAppear):
             return False  # whatever it is, the step itself meets it
@@ -420,7 +429,7 @@ class Verification:
         reason = f"It takes items out of {paths}, or puts others in their place, which every slice does for itself."
         if not self._fallbacks.keeps_micro_batches(name, reason):
             advice = "Do it in on_train_batch_end and its like, which see the whole batch."
-            self._strategy.session.whole_batches.give_whole(name, reason, advice)
+            self._session.whole_batches.give_whole(name, reason, advice)
 
     def refuse_unchecked(self) -> None:
         """Called once a step has run.
