@@ -147,6 +147,15 @@ def hardware(request: pytest.FixtureRequest) -> Iterator[str]:
     _hardware = "cpu"
 
 
+class MakesParametersAnew(nn.Linear):
+    """As containers of parameters that clone what they hold: the memo of a copy is passed by."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MakesParametersAnew":
+        copied = MakesParametersAnew(self.in_features, self.out_features)
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
 class StepsByHand(LightningModule):
     """Put before a class, it optimizes by hand what that class's steps return."""
 

@@ -88,11 +88,9 @@ class TrainingFlow:
             session.replicas.state.parameters.mark_changed()
         session.memory.begin_step()
         args = session.memory.rewindable(args)
-        slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
-        # Micro-batches are other slices than those that were rehearsed, so they are
-        # rehearsed as well.
-        if session.memory.choose_micro_batches(slices, args, kwargs):
-            slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs, is_known=True)
+        slices = self._slices_to_run(args, kwargs)
+        if session.strategy.session is not session:
+            return session.strategy.session.training.run(session.batch_of_one_device(args), kwargs)
         session.memory.before_step(slices, args, kwargs)
         if self.runs_alone(slices):
             outputs = self._run_alone(slices[0], args, kwargs)
@@ -121,6 +119,19 @@ class TrainingFlow:
         waits = has_backward and outputs is not None and not session.gradient_hooks.before_backward_of_step
         session.batches.end_step(NAME, args, backward_follows=waits)
         return outputs
+
+    def _slices_to_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BatchSlice]:
+        """The slices of a batch, rehearsed and cut to fit; the strategy may have the session of one device then."""
+        session = self._session
+        slices = self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs)
+        # To cut otherwise is to make replicas anew, which may fail.
+        if session.strategy.session is not session:
+            return slices
+        # Micro-batches are other slices than those that were rehearsed, so they are
+        # rehearsed as well.
+        if session.memory.choose_micro_batches(slices, args, kwargs):
+            return self.rehearsed(session.slices.of(NAME, args[0]), args, kwargs, is_known=True)
+        return slices
 
     def rehearsed(
         self, slices: list[BatchSlice], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool = False

@@ -15,6 +15,7 @@ from lightning_dpx.backward_threads import finish_backward_at_exit, forget_faile
 from lightning_dpx.devices import (
     canonical_device,
     distinct_devices,
+    free_garbage,
     keeps_workspaces,
     seed_apart,
     take_workspaces,
@@ -39,7 +40,7 @@ from lightning_dpx.replicas.module_structure import FixedStructure, ModuleStruct
 from lightning_dpx.replicas.python_state import PythonState
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.replica_task import ReplicaTask, Watch
-from lightning_dpx.replicas.replicate import make_shadow_module, replicate
+from lightning_dpx.replicas.replicate import make_shadow_module, replicate, why_no_micro_batches
 from lightning_dpx.replicas.row_partition import RowPartition
 from lightning_dpx.replicas.slicing import BatchDim, BatchSlicer, CountedBatch, user_slicer
 from lightning_dpx.replicas.stage_order import StageOrder
@@ -241,6 +242,14 @@ class ReplicaSet:
             keep: Objects that the copy shares with it, too.
         """
         return make_shadow_module(replica or self.root, [*self._rules.keep, *keep])
+
+    def why_no_micro_batches(self) -> str:
+        """What keeps micro-batches from sharing the parameters of their device; empty if nothing does."""
+        with preserve_rng_state(self.devices):
+            why = why_no_micro_batches(self.root, self._rules.keep)
+        # A module often refers to itself, and its copy, with all buffers, would stay beside the step.
+        free_garbage()
+        return why
 
     def copied_tensors(self) -> list[torch.Tensor]:
         """Tensors of the user's module, beside parameters and buffers, of which every other replica has a copy."""

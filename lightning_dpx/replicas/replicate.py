@@ -114,6 +114,29 @@ def _check_shared_parameters(copied: nn.Module, given: Mapping[str, nn.Parameter
         )
 
 
+def why_no_micro_batches(replica: Replica, keep: Iterable[object] = ()) -> str:
+    """What keeps further replicas on its device from sharing the parameters of a replica; empty if nothing does.
+
+    Found out by a copy, before anything depends on it: replicas are made anew where slices are cut.
+
+    Args:
+        replica: The first one of its device.
+        keep: Objects that all replicas share by reference.
+    """
+    module = replica.module
+    given = dict(module.named_parameters())
+    try:
+        check_materialized(module)
+        _check_not_parallel(module)
+        parameters = own_parameters(module, None, given)
+        copied = ModuleCopy(module, None, list(keep), parameters, (nn.Module,), given.values()).make()
+        _check_same_parameters(module, copied)
+        _check_shared_parameters(copied, given)
+    except ReplicationError as error:
+        return str(error)
+    return ""
+
+
 @contextmanager
 def _staying(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Moving a module that holds one of ``modules`` leaves that one where it is."""
@@ -148,7 +171,8 @@ def _check_not_parallel(module: nn.Module) -> None:
     """What another strategy spreads over devices or processes cannot be a part of a replica."""
     for name, child in module.named_modules():
         if isinstance(child, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            raise ReplicationError(f"{name} is a {type(child).__name__}; give the module inside it.")
+            subject = name or "The module"
+            raise ReplicationError(f"{subject} is a {type(child).__name__}; give the module inside it.")
     for name, parameter in module.named_parameters():
         if is_traceable_wrapper_subclass(parameter) and hasattr(parameter, "device_mesh"):
             raise ReplicationError(f"Parameter {name} is distributed over {parameter.device_mesh}; give whole tensors.")

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import lightning_dpx as dpx
-from lightning_dpx.replicas.replicate import make_shadow_module, replicate
-from tests.conftest import SIMULATED
+from lightning_dpx.replicas.replica import Replica
+from lightning_dpx.replicas.replicate import make_shadow_module, replicate, why_no_micro_batches
+from tests.conftest import SIMULATED, MakesParametersAnew
 
 CPU = torch.device("cpu")
 NEEDS_SIMULATION = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
@@ -35,20 +36,14 @@ def test_a_copy_with_other_parameters_is_refused() -> None:
         replicate(ListsItsParametersItself(), [CPU, CPU])
 
 
-class MakesParametersAnew(nn.Linear):
-    """As containers of parameters that clone what they hold: the memo of a copy is passed by."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MakesParametersAnew":
-        copied = MakesParametersAnew(self.in_features, self.out_features)
-        copied.load_state_dict(self.state_dict())
-        return copied
-
-
 def test_micro_batches_share_the_parameters_that_optimizers_step_or_are_refused() -> None:
     module = nn.Sequential(MakesParametersAnew(2, 2))
     assert len(replicate(module, [CPU, CPU])) == 2
     with pytest.raises(dpx.ReplicationError, match=r"Micro-batches cannot share parameter 0\.weight"):
         replicate(module, [CPU], micro_batches=[2])
+    # Known without making them, where slices are cut later on.
+    assert "cannot share parameter 0.weight" in why_no_micro_batches(Replica(0, CPU, module))
+    assert not why_no_micro_batches(Replica(0, CPU, nn.Sequential(nn.Linear(2, 2))))
 
 
 def test_what_a_class_makes_as_it_copies_itself_in_an_evaluation_is_no_inference_tensor() -> None:

@@ -206,6 +206,10 @@ class EvaluationCuts:
                 said.append(f"{takes}: it runs in {number} micro-batches ({format_bytes(needs.peak(rows, number))})")
         if not said:
             return False
+        why_whole = session.replicas.why_no_micro_batches()
+        if why_whole:
+            rank_zero_warn(f"dpx: {'; '.join(said)}, if it could be cut. It stays in one piece: {why_whole}")
+            return False
         # Kept for the rehearsal, which may take the cut back and then says what it was for.
         self._why_cut = "; ".join(said)
         if not session.cut_slices(numbers, training=False):

@@ -106,6 +106,12 @@ class MicroBatchChooser:
             step = StepInput(self.slices_in_one_piece(step.args[0]), step.args, step.kwargs)
         present = replicas.partition.numbers(training=True)
         numbers = list(map(max, self._profiled_numbers(step), present))
+        if numbers != list(present):
+            why_whole = replicas.why_no_micro_batches()
+            if why_whole:
+                self._choices.clear()
+                self.stay_whole(why_whole)
+                numbers = list(present)
         is_cut = numbers != list(present) and session.cut_slices(numbers)
         # The plan that follows needs these very profiles; without them every
         # step would run once more.
@@ -220,6 +226,11 @@ class MicroBatchChooser:
         if self._why_whole and not all(plan.keeps_all for plan in plans):
             rank_zero_info(f"dpx: training steps stay whole, where micro-batches may be faster: {self._why_whole}")
         self._why_whole = ""
+
+    def explain(self, error: BudgetError) -> None:
+        """Adds to a refusal of steps in one piece what stands in the way of micro-batches, which might need less."""
+        if self._why_whole:
+            error.add_note(f"Micro-batches might need less, but training steps stay whole: {self._why_whole}")
 
     def why_in_one_piece(self, slices: list[BatchSlice]) -> str:
         """What stands in the way of micro-batches, known before anything is profiled."""

@@ -80,6 +80,8 @@ class PlanTightening:
         is_named = session.options.micro_batches != "auto"
         if is_named or chooser.is_left or chooser.why_in_one_piece(chooser.slices_in_one_piece(step.args[0])):
             return None
+        if replicas.why_no_micro_batches():
+            return None
         # The fewest that fit are the fastest, as each number halves what a micro-batch keeps.
         while True:
             # Single rows cannot be cut any further.

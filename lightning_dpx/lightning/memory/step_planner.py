@@ -126,7 +126,11 @@ class StepPlanner:
             run = ShadowRun(self._session, step, peeked)
             self._freed_gradients.look(step.slices[0], run)
             to_plan = StepToPlan(replicas=replicas, slices=step.slices, run=run, static_of=self._static.of)
-            self._planning.decide(to_plan, source=source)
+            try:
+                self._planning.decide(to_plan, source=source)
+            except BudgetError as error:
+                self._micro_batches.explain(error)
+                raise
         self._micro_batches.say_why_whole(self._planning.devices.plans.values())
         self.tell_of_update(step.slices)
 

@@ -16,7 +16,7 @@ import lightning_dpx as dpx
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationBytes
 from lightning_dpx.memory import BesideActivations
 from lightning_dpx.torch_compat import tree_leaves
-from tests.conftest import StepsByHand, make_loader, make_trainer
+from tests.conftest import MakesParametersAnew, StepsByHand, make_loader, make_trainer
 
 KIB = 1024
 WIDE = 4096
@@ -131,6 +131,22 @@ def test_what_does_not_fit_is_cut_and_is_that_of_one_device(hardware, one_device
     assert "validation_step on" in said(caplog)
     assert "left by memory_budget: it runs in" in said(caplog)
     assert "validation_step)" in said(caplog), "micro-batches are rehearsed"
+
+
+class CopiesItself(Wide):
+    """Its copies have a parameter of their own, which micro-batches would have to share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        narrow = MakesParametersAnew(WIDE, 3)
+        narrow.load_state_dict(self.narrow.state_dict())
+        self.narrow = narrow
+
+
+def test_what_micro_batches_could_share_no_parameters_for_stays_in_one_piece(one_device) -> None:
+    with pytest.warns(UserWarning, match=r"It stays in one piece: Micro-batches cannot share parameter narrow\.weight"):
+        seen = evaluated(CopiesItself(), 3 << 20)
+    torch.testing.assert_close(seen, {name: value for name, value in one_device.items() if name in seen})
 
 
 def test_the_budget_is_kept(sim, one_device) -> None:

@@ -21,7 +21,7 @@ from lightning_dpx.lightning.rehearsal import verification
 from lightning_dpx.memory import Planner
 from lightning_dpx.memory.plan.problem import Choice, Problem
 from lightning_dpx.python_objects.trial_garbage import TrialGarbage
-from tests.conftest import StepsByHand, make_trainer
+from tests.conftest import MakesParametersAnew, StepsByHand, make_trainer
 
 ROWS = 512
 UNPLANNED = 880_000  # bytes, about, of the activations of a step on all rows
@@ -304,6 +304,26 @@ def test_steps_that_cannot_be_cut_further_say_why(caplog) -> None:
     tight = options_for(module, HALF, planner="auto")
     torch.testing.assert_close(fitted(kind(), **tight), fitted(kind()))
     assert start + why in said(caplog)
+
+
+class CopiesItself(Tower):
+    """Its copies are faithful, but can share no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = MakesParametersAnew(16, 64)
+        first.load_state_dict(self.net[0][0].state_dict())
+        self.net[0][0] = first
+
+
+def test_a_module_whose_copies_share_no_parameters_is_not_cut_and_says_so(one_device) -> None:
+    module = CopiesItself()
+    with pytest.raises(dpx.BudgetError) as refused:  # with this planner, only micro-batches would have met it
+        fitted(module, **options_for(module, HALF))
+    assert "stay whole: Micro-batches cannot share parameter net.0.0.weight" in refused.value.__notes__[-1]
+    # A plan, of any cost, does.
+    options = options_for(CopiesItself(), UNPLANNED * 3 // 4, planner="auto")
+    torch.testing.assert_close(fitted(CopiesItself(), **options), one_device)
 
 
 def test_times_that_are_measured_decide_nothing_where_runs_shall_be_the_same(one_device, caplog) -> None:
