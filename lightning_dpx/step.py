@@ -386,9 +386,14 @@ class TrainingStep:
         self._replicas.state.buffers.restore()
 
     def keep_earlier_batches(self) -> None:
-        """After an error in forward: forgets it, and leaves the gradients of earlier batches as one device does."""
+        """After an error in forward: forgets it, and leaves the gradients of earlier batches as one device does.
+
+        Those of this process: others, which have no error, would wait for it in the middle of their steps.
+        """
         self.discard_forward()
-        self.reduce()
+        if self._unreduced:
+            self._unreduced = False
+            self.sums.reduce()
 
     def discard(self) -> None:
         """After an error: drops the forward and all gradients, since some replicas have added theirs and others not."""

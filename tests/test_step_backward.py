@@ -1,11 +1,13 @@
 """What waits for a gradient gets it, and the three moments at which replicas run their backwards give one sum."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_dpx.reducers.processes import ProcessReducer
 from lightning_dpx.replicas import BatchSlice, ExpectedGradient, ReplicaSet
 from lightning_dpx.step import TrainingStep
 from lightning_dpx.step_backward import Pending
@@ -90,6 +92,24 @@ def test_a_forward_that_fails_gives_gradients_back_that_were_put_aside() -> None
     step.step.discard_forward()
     assert step.net.weight.grad is not None
     assert step.net.weight.grad.item() == 7.0
+
+
+class Others(ProcessReducer):
+    """Other processes, which are in the middle of a step."""
+
+    def mean(self, *_: Any) -> NoReturn:
+        raise AssertionError("they would be waited for")
+
+
+def test_after_an_error_gradients_of_earlier_batches_wait_for_no_other_process() -> None:
+    step = Step()
+    step.step.sums.processes = Others()
+    after_all_forwards(step).backward()
+    step.step.backward()
+    step.step.begin()
+    step.step.keep_earlier_batches()
+    assert step.net.weight.grad is not None
+    assert step.net.weight.grad.item() == pytest.approx(2.5)
 
 
 def test_slices_of_equal_weight_share_the_product_with_it() -> None:

@@ -46,7 +46,9 @@ class GroupGradients:
         """The module may have other parameters than before."""
         # By index: the replicas have their parameters in the same order.
         self._fixed: list[int] = []
+        self._names: list[str] = []
         for index, (name, _) in enumerate(self._set.root.module.named_parameters()):
+            self._names.append(name)
             # Autograd is told to leave out both; they differ only in how users write it.
             if name in self._fixed_params or self._request_of(name) == "null":
                 self._fixed.append(index)
@@ -111,7 +113,7 @@ class GroupGradients:
         for column in columns:
             # None stays None: a parameter that no replica has used gets no gradient, as on one device.
             gradients.append([parameter.grad for parameter in column])
-        summed = self._reducer.reduce(gradients, owners=owners)
+        summed = self._reducer.reduce(gradients, owners=owners, names=self._names)
         self._forget_summed()
         for parameter, grad in zip(columns[0], summed, strict=True):
             parameter.grad = grad

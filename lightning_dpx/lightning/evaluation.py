@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.errors import GatherError
 from lightning_dpx.lightning.replica_call import ReplicaCall
+from lightning_dpx.lightning.run import step_context
 from lightning_dpx.lightning.run_again import RunAgain, on_whole_batch
 from lightning_dpx.replicas import BatchSlice, weights_of
 
@@ -74,8 +75,7 @@ class EvaluationFlow:
         call = ReplicaCall(session, name, args[1:], kwargs, dataloader_idx=dataloader_idx)
         buffers = replicas.state.buffers
         try:
-            # Precision plugins of Lightning have one and the same context for all evaluations.
-            with session.strategy.precision_plugin.val_step_context(), call.effects_once(slices, rules):
+            with step_context(session.strategy.precision_plugin, name), call.effects_once(slices, rules):
                 replicas.state.synchronize()
                 # Always: that a step writes buffers may show when it has, and then it runs again whole.
                 buffers.remember()

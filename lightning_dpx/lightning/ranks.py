@@ -209,7 +209,9 @@ class Ranks:
         # Without a look each process would take what the others gave to another call for its own.
         if len(set(kinds)) > 1:
             calls = ", ".join(f"process {process} calls {theirs}" for process, theirs in enumerate(kinds))
-            raise CollectiveError(f"The processes do not agree inside a step: {calls}.")
+            raise CollectiveError(
+                f"The processes do not agree inside a step: {calls}. Let all of them make the same calls, in one order."
+            )
         counts = [len(theirs) for _, _, theirs in everyone]
         if each and sum(counts) != self._num_replicas:
             raise CollectiveError(

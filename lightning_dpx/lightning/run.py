@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn import Module
 
+from lightning_dpx.lightning.lightning_api import Precision
 from lightning_dpx.lightning.owners import load_states
 from lightning_dpx.memory import planned
 from lightning_dpx.shifting import applied_shift
@@ -20,6 +21,17 @@ _PRECISION_CONTEXTS = {
     "test_step": "test_step_context",
     "predict_step": "predict_step_context",
 }
+
+
+def step_context(precision: Precision, name: str) -> AbstractContextManager[Any]:
+    """What Lightning runs a step in, as a precision plugin may have another context for each.
+
+    Args:
+        precision: The plugin.
+        name: Of the step, such as ``"predict_step"``.
+    """
+    context: AbstractContextManager[Any] = getattr(precision, _PRECISION_CONTEXTS[name])()
+    return context
 
 
 class TrainingRunner(Protocol):
@@ -108,13 +120,13 @@ class Run:
                 return self.finished(name, self.lightnings_step(name, args, kwargs))
         # Not by way of lightnings_step(): a traceback shows every frame above the user's step, and
         # a test counts them.
-        with getattr(strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
+        with step_context(strategy.precision_plugin, name):
             outputs = getattr(module, name)(*args, **kwargs)
         return self.finished(name, outputs)
 
     def lightnings_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step in the precision's context, without its end hook."""
-        with getattr(self.strategy.precision_plugin, _PRECISION_CONTEXTS[name])():
+        with step_context(self.strategy.precision_plugin, name):
             return getattr(self.strategy.lightning_module, name)(*args, **kwargs)
 
     def end_hook(self, name: str) -> Callable[[Any], Any] | None:
@@ -131,8 +143,7 @@ class Run:
         # None stands for a batch without a result, from which a hook can compute nothing.
         if finish is None or outputs is None:
             return outputs
-        precision = self.strategy.precision_plugin
-        with precision.train_step_context() if name == "training_step" else precision.val_step_context():
+        with step_context(self.strategy.precision_plugin, name):
             return finish(outputs)
 
 

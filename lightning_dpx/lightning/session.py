@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from lightning_dpx.errors import ReplicationError
+from lightning_dpx.errors import ReplicationError, some_of
 from lightning_dpx.lightning.changed_structure import follow_structure, remake_replicas
 from lightning_dpx.lightning.evaluation import EvaluationFlow
 from lightning_dpx.lightning.gradient_hooks import GradientHooks
@@ -258,8 +258,11 @@ class Session(Run):
         """
         differing = self.replicas.state.parameters.differing()
         if differing:
-            names = ", ".join(f"{name} on replica {replica}" for name, replica in differing)
-            raise ReplicationError(f"Parameters differ from those of replica 0: {names}.")
+            names = some_of([f"{name} on replica {replica}" for name, replica in differing])
+            raise ReplicationError(
+                f"Parameters differ from those of replica 0: {names}, as where something has written them through "
+                ".data on a replica. Write those of your own module, which the others follow."
+            )
 
     def watch(self) -> StepTimes:
         """The times of the next step of every replica, once it has run."""

@@ -192,7 +192,7 @@ class DPXStrategy(HookedStrategy):
     @property
     def memory_budget(self) -> dict[str, int | float | str] | int | float | str | None:
         """The budget as given, a text as bytes."""
-        budget: dict[str, int | float | str] | int | float | str | None = self.planning.rooms.budgets.given
+        budget: dict[str, int | float | str] | int | float | str | None = self.planning.rooms.given
         return budget
 
     @property

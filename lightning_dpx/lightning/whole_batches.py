@@ -89,9 +89,11 @@ class WholeBatches:
     def stays_whole_at(self, stage: str, sizes: Sequence[int]) -> bool:
         """Whether a batch stays whole, which would be cut into slices of these sizes; announced."""
         if stage in self._small and len(sizes) > 1 and min(sizes) <= self._small[stage][0]:
-            too_few, reason = self._small[stage]
+            _, reason = self._small[stage]
+            smallest = min(sizes)
+            rows = "1 row" if smallest == 1 else f"{smallest} rows"
             advice = "For all devices to take part, give batches of one size (drop_last=True)."
-            self.announce_batch(stage, f"A slice would have {too_few} rows. {reason}", advice, "small slices")
+            self.announce_batch(stage, f"A slice would have {rows}. {reason}", advice, "small slices")
             return True
         if stage not in self._keeps_unequal or len(set(sizes)) < 2:
             return False

@@ -315,7 +315,7 @@ def remove_plan(module: nn.Module) -> None:
     check_is_module(module)
     applied = _APPLIED.pop(inside(module), None)
     if applied is None:
-        raise PlanError("No plan is applied to the module.")
+        raise PlanError(f"No plan is applied to this {type(module).__name__}; apply_plan() puts one on a module.")
     applied.remove()
 
 

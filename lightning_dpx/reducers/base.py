@@ -222,7 +222,7 @@ class GradientReducer(ABC):
     def _check(self, grads: Sequence[Gradients], names: Sequence[str] = ()) -> None:
         if len(grads) != len(self.devices) or len({len(row) for row in grads}) != 1:
             raise ConfigurationError(
-                f"A sum needs {len(self.devices)} lists of equal length (one per device), got lengths "
+                f"A sum needs {len(self.devices)} lists of equal length (one per replica), got lengths "
                 f"{[len(row) for row in grads]}."
             )
         if _are_alike(grads):

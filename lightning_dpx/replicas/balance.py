@@ -34,6 +34,7 @@ class WorkloadBalancer:
         self._rows: tuple[int, ...] = ()
         self._ended: list[tuple[tuple[int, ...], dict[int, list[Stopwatch]]]] = []
         self._window: list[tuple[tuple[int, ...], list[float]]] = []
+        self._num_others = 0  # steps of other sizes since the last one that counted
         self._pause = WARM_UP
         self._next_pause = WINDOW
 
@@ -63,9 +64,16 @@ class WorkloadBalancer:
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """Takes the measured seconds of a step in; full steps only, where every replica had rows."""
-        # A short batch, or one of another size, would be compared with other amounts of work.
-        if min(rows) == 0 or min(seconds) <= 0 or (self._window and sum(rows) != sum(self._window[-1][0])):
+        if min(rows) == 0 or min(seconds) <= 0:
             return
+        # A batch of another size would be compared with another amount of work.
+        if self._window and sum(rows) != sum(self._window[-1][0]):
+            self._num_others += 1
+            # The short one may be that which the window began with, or those before have come to an end.
+            if sum(rows) < sum(self._window[-1][0]) and self._num_others < WINDOW:
+                return
+            self._window = []
+        self._num_others = 0
         self._window.append((tuple(rows), list(seconds)))
         if len(self._window) == WINDOW:
             self._decide()

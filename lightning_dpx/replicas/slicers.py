@@ -79,7 +79,7 @@ class FunctionSlicer(Slicer):
 
 _ENCODING = "transformers.tokenization_utils_base.BatchEncoding"
 # Of the process, as classes are; what has been looked up is forgotten when it changes.
-_registered: dict[type, Slicer] = {}
+REGISTERED: dict[type, Slicer] = {}
 _found: WeakKeyDictionary[type, list[Slicer]] = WeakKeyDictionary()  # by class: one slicer or none
 
 
@@ -106,13 +106,13 @@ def register_slicer(kind: type, slicer: Slicer | SliceFunction) -> None:
     """
     if not isinstance(kind, type):
         raise ConfigurationError(f"register_slicer({kind!r}, ...) is not allowed; give a class.")
-    _registered[kind] = make_slicer(f"The slicer of {kind.__name__}", slicer)
+    REGISTERED[kind] = make_slicer(f"The slicer of {kind.__name__}", slicer)
     _found.clear()
 
 
 def unregister_slicer(kind: type) -> None:
     """Objects of ``kind`` are cut as if :func:`register_slicer` had not been called for it."""
-    _registered.pop(kind, None)
+    REGISTERED.pop(kind, None)
     _found.clear()
 
 
@@ -134,13 +134,18 @@ def make_slicer(name: str, slicer: Any) -> Slicer:
     )
 
 
+def any_is_registered(*kinds: type) -> bool:
+    """Whether a user has registered a slicer for one of these classes, or for a class that one is derived from."""
+    return bool(REGISTERED) and any(base in REGISTERED for kind in kinds for base in kind.__mro__)
+
+
 def slicer_of(node: Any) -> Slicer | None:
     """What cuts ``node``, if it is of a registered class or of one that is built in."""
     kind = type(node)
     slicers = _found.get(kind)
     if slicers is None:
         # In the order of inheritance, so the most specific class comes first.
-        registered = [_registered[base] for base in kind.__mro__ if base in _registered]
+        registered = [REGISTERED[base] for base in kind.__mro__ if base in REGISTERED]
         built_in = [slicer for name, slicer in _BUILT_IN.items() if name in map(_full_name, kind.__mro__)]
         # Also that there is none is remembered.
         slicers = _found[kind] = [*registered, *built_in][:1]
@@ -168,7 +173,7 @@ def with_encodings(node: Any, part: Any, start: int, stop: int) -> Any:
 
 def is_registered(node: Any) -> bool:
     """Whether a slicer was registered for ``node``'s class, so that errors in it are its author's."""
-    return any(base in _registered for base in type(node).__mro__)
+    return any_is_registered(type(node))
 
 
 def _full_name(kind: type) -> str:

@@ -29,7 +29,7 @@ from lightning_dpx.replicas.batch_reading import (
     check_paths,
 )
 from lightning_dpx.replicas.containers import PLAIN, children_of, rebuild
-from lightning_dpx.replicas.slicers import FunctionSlicer, Slicer, make_slicer
+from lightning_dpx.replicas.slicers import REGISTERED, FunctionSlicer, Slicer, any_is_registered, make_slicer
 
 
 def parse_workload(workload: Any, num_replicas: int) -> tuple[float, ...]:
@@ -201,6 +201,9 @@ def _size_of_plain_tensors(batch: Any, batch_dim: BatchDim) -> int | None:
         size = tensor.shape[batch_dim]
     # as many columns as rows may be rows
     if size == len(batch):
+        return None
+    # What a user has registered goes before what is known here.
+    if REGISTERED and any_is_registered(type(batch), torch.Tensor):
         return None
     return size
 

@@ -1,5 +1,7 @@
 """What slices return and cannot be put together is computed from the whole batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.plugins.precision import Precision
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,6 +51,25 @@ def loader() -> DataLoader[Any]:
     labels = torch.full((24,), 2)
     labels[12:18] = 1  # in the second batch the slices are padded to other lengths
     return DataLoader(TensorDataset(torch.ones(24, 8), labels), 12)
+
+
+class PredictsInHalves(Precision):
+    """Other contexts for other steps, which no plugin of Lightning has."""
+
+    @contextmanager
+    def predict_step_context(self) -> Iterator[None]:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+
+def test_a_prediction_has_the_context_of_predictions(execution: str) -> None:
+    def predicted(**options: Any) -> list[torch.dtype]:
+        found = make_trainer(plugins=[PredictsInHalves()], accelerator="cpu", **options).predict(Classifier(), loader())
+        assert found is not None
+        return [logits.dtype for logits in found]
+
+    ours = predicted(devices=2, strategy=dpx.DPXStrategy(execution=execution))
+    assert ours == predicted() == [torch.bfloat16] * 2
 
 
 def test_a_prediction_whose_shape_is_that_of_a_slice_is_made_by_one_device(execution: str) -> None:

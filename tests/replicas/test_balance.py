@@ -46,6 +46,26 @@ def test_noise_moves_nothing() -> None:
     assert all(abs(one - other) <= 1 for sizes in late for one, other in zip(sizes, late[0], strict=True))
 
 
+def test_a_short_batch_that_comes_first_is_no_measure_of_those_that_follow() -> None:
+    balancer = WorkloadBalancer(DEVICES[:2])
+    balancer.observe([20, 20], [1.0, 3.0])
+    for _ in range(WINDOW):
+        balancer.observe([32, 32], [1.0, 3.0])
+    assert balancer.shares[0] > 0.5
+
+
+def test_batches_that_have_become_shorter_are_compared_among_themselves() -> None:
+    balancer = WorkloadBalancer(DEVICES[:2])
+    balancer.observe([32, 32], [1.0, 3.0])
+    for _ in range(WINDOW - 1):
+        balancer.observe([20, 20], [1.0, 3.0])
+    balancer.observe([32, 32], [1.0, 3.0])
+    assert balancer.shares == (0.5, 0.5), "short ones between full ones count for nothing"
+    for _ in range(2 * WINDOW):
+        balancer.observe([20, 20], [1.0, 3.0])
+    assert balancer.shares[0] > 0.5
+
+
 def test_steps_without_time_or_rows_are_ignored() -> None:
     balancer = WorkloadBalancer(DEVICES)
     for _ in range(3 * WINDOW):

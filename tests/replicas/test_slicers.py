@@ -128,6 +128,18 @@ def test_a_registered_class_is_cut_wherever_it_occurs(as_function: bool, beside:
     assert (type(second["m"]), first["m"].atoms, second["m"].atoms) == (Salts, list("abc"), list("de"))
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.Tensor])
+@pytest.mark.parametrize("num_rows", [2, 6])
+def test_what_is_registered_goes_before_the_usual_batch_of_tensors(kind: type, num_rows: int) -> None:
+    dpx.register_slicer(kind, lambda batch, sizes: [("mine", size) for size in sizes])
+    try:
+        parts = slice_batch((torch.zeros(num_rows, 2), torch.zeros(num_rows)), [1, num_rows - 1])
+    finally:
+        slicers.unregister_slicer(kind)
+    first = ("mine", 1)
+    assert parts[0] == (first if kind is tuple else (first, first))
+
+
 @pytest.mark.usefixtures("registry")
 def test_the_most_specific_registered_class_counts_and_goes_before_what_is_built_in() -> None:
     dpx.register_slicer(Molecules, lambda batch, sizes: ["molecules"] * len(sizes))

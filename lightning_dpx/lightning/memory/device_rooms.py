@@ -33,6 +33,11 @@ class DeviceRooms:
         self.trained: TrainedParameters = TrainedParameters()
         self._budgets_given = self.budgets
 
+    @property
+    def given(self) -> Any:
+        """The budget that the user gave, whatever has become of it."""
+        return self._budgets_given.given
+
     def allow_what_is_free(self) -> None:
         """After an out-of-memory error of a run without a budget: what is free by now is one."""
         if self.budgets.given is None:

@@ -65,7 +65,8 @@ def join_calls(calls: Sequence[Arguments], settings: JoinSettings, rules: JoinRu
     # Replicas that call one method in different ways have nothing that belongs together.
     shapes = {(len(args), tuple(kwargs)) for args, kwargs in calls}
     if len(shapes) > 1:
-        raise GatherError("The replicas gave different numbers of arguments.")
+        given = " and ".join(f"{number} by place with {list(names)} by name" for number, names in sorted(shapes))
+        raise GatherError(f"The replicas called one method of a metric with other arguments: {given}.")
     first_args, first_kwargs = calls[0]
     args = []
     for position in range(len(first_args)):

@@ -181,7 +181,7 @@ class DeviceThroughputMonitor(Callback):
         # Simulated devices keep a time of their own each: the slowest of them tells how long the step is.
         busy = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
         step = max(measured.seconds(), *busy)
-        rows = sum(times.rows)
+        rows = max(1, sum(times.rows))  # a batch may have none
         self.last = [
             ReplicaWork(
                 str(device),

@@ -39,6 +39,7 @@ from lightning_dpx.lightning.rehearsal.optimizer_copies import with_copied_optim
 from lightning_dpx.lightning.rehearsal.outcome import Call, NotRehearsed, SlicesFail
 from lightning_dpx.lightning.rehearsal.sandbox import Sandbox
 from lightning_dpx.lightning.rehearsal.shadow import ShadowReplicas, make_shadow, pointing_at_shadow
+from lightning_dpx.lightning.run import step_context
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.python_objects.process_settings import gpus_compute_in_tf32
 from lightning_dpx.replicas import MergeRules, ReplicaSet, first_loss
@@ -233,10 +234,7 @@ class ShadowStep:
 
     def context(self) -> Any:
         """The context of the precision plugin around a step."""
-        precision = self.strategy.precision_plugin
-        if self.trains:
-            return precision.train_step_context()
-        return precision.val_step_context()
+        return step_context(self.strategy.precision_plugin, self.call.name)
 
     def finish(
         self, seen: Observation, final: Any, shadow: Any, owners: list[Any], step: TrainingStep | None = None

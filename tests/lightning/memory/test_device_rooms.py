@@ -23,6 +23,13 @@ def finds_garbage(budget: Any, device: torch.device) -> bool:
     return seen() is None
 
 
+def test_what_the_user_gave_stays_what_it_was_after_an_error_out_of_memory() -> None:
+    rooms = DeviceRooms(None)
+    rooms.allow_what_is_free()
+    assert rooms.budgets.given == "auto"
+    assert rooms.given is None
+
+
 @pytest.mark.parametrize("budget", ["1GiB", 2**20, 0.5])
 def test_garbage_that_no_budget_sees_is_not_looked_for(budget: Any, no_collection: None) -> None:
     assert not finds_garbage(budget, torch.device("cpu"))
