@@ -46,8 +46,12 @@ class PlanTightening:
         self._micro_batches = micro_batches
         self._planner = planner
 
-    def tighten(self, step: StepInput) -> StepInput:
+    def tighten(self, step: StepInput, *, may_cut: bool = True) -> StepInput:
         """After this step ran out of memory: what it is repeated on, with a plan that takes less.
+
+        Args:
+            step: That ran.
+            may_cut: Whether its slices may be cut further, where no plan fits them as they are.
 
         Raises:
             BudgetError: nothing takes less.
@@ -62,7 +66,7 @@ class PlanTightening:
                     StepToPlan(replicas=session.replicas, slices=step.slices, run=run, static_of=self._static.of)
                 )
             except BudgetError:
-                recut = self._cut_further(step)
+                recut = self._cut_further(step) if may_cut else None
                 if recut is None:
                     raise
                 return recut

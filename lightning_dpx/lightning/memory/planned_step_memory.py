@@ -163,7 +163,9 @@ class PlannedStepMemory(StepMemory):
             step.take_gradients(gradients[:1] * step.num_pending if cut_further else gradients)
             backward()
 
-        self._out_of_memory.run_guarded(backward, self._tighten, again)
+        # Where a hook makes the loss, each slice begins with a gradient of its own outputs, which fits no other slice.
+        tighten = partial(self._tighten, may_cut=session.end_hook("training_step") is None)
+        self._out_of_memory.run_guarded(backward, tighten, again)
 
     def end_backward(self) -> None:
         """Compares what the step took with what was predicted."""
@@ -184,11 +186,11 @@ class PlannedStepMemory(StepMemory):
         if self._step is not None:
             self._planner.tell_of_update(self._step.slices)
 
-    def _tighten(self) -> str:
+    def _tighten(self, *, may_cut: bool = True) -> str:
         """After a step that ran out of memory; says what the plans are now."""
         if self._step is None:
             return self._planning.advice()
-        self._step = self._tightening.tighten(self._step)
+        self._step = self._tightening.tighten(self._step, may_cut=may_cut)
         return self._planning.devices.describe()
 
     def plan_ahead(self) -> None:

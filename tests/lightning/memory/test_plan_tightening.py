@@ -9,7 +9,7 @@ from torch import nn
 import lightning_dpx as dpx
 from lightning_dpx.memory.plan.problem import Choice, Planner, Problem
 from tests.conftest import SIMULATED
-from tests.lightning.memory.test_out_of_memory import Deep, fit
+from tests.lightning.memory.test_out_of_memory import Deep, Hungry, fit
 
 pytestmark = [
     pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED),
@@ -90,3 +90,21 @@ def test_micro_batches_that_are_not_one_device_do_not_mend_a_step(recwarn: Any) 
         fit("2MiB", 1, "forward", "inline", kind=lambda peak: Cut(peak, True), on_oom="replan", planner=KeepsAll())
     said = [str(one.message) for one in recwarn]
     assert any("2 micro-batches would need less memory, but they are not what one device gives" in one for one in said)
+
+
+class OverAllRows(Cut):
+    """Its loss is computed from the outputs of all slices, so that each has a gradient of its own outputs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, labels = batch
+        hidden = Hungry.apply(self.net(rows)) if self.peak_in == "backward" else self.net(rows)
+        return {"logits": self.head(hidden), "labels": labels}
+
+    def training_step_end(self, outputs: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs["logits"], outputs["labels"])
+
+
+@pytest.mark.filterwarnings("ignore:dpx. a step ran out of memory")
+def test_a_backward_from_outputs_of_slices_is_not_repeated_on_others() -> None:
+    with pytest.raises(dpx.BudgetError):
+        fit("1500KiB", 2, "backward", "inline", kind=OverAllRows, on_oom="replan", planner=KeepsAll())
