@@ -8,14 +8,12 @@ together, as soon as backward has filled it on all replicas; what did not come i
 
 import operator
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 
-from lightning_dpx.devices import canonical_device
-from lightning_dpx.memory import MemoryTrace
 from lightning_dpx.reducers import GradientReducer, OverlappedReduction, ProcessReducer, make_reducer
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 
@@ -23,7 +21,6 @@ from lightning_dpx.replicas import BatchSlice, ReplicaSet
 # which took a third of the reduction's time in a module of 2,000 parameters.
 _AT_A_TIME = 64
 _DEVICE = operator.attrgetter("device")  # mapped over every parameter of every step, not looped
-_KIND = operator.attrgetter("device", "dtype", "shape", "requires_grad")  # what a reduction depends on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +44,6 @@ class _Bucket:
     names: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _TriedReduction:
-    """What reductions have taken, for parameters of these kinds (K x N): by the replicas that have gradients."""
-
-    kinds: list[list[tuple[Any, ...]]]
-    taken: dict[frozenset[int], dict[torch.device, int]]
-
-
 class GradientSums:
     """Sums the gradients of all replicas into their owners', and averages those over processes.
 
@@ -68,6 +57,7 @@ class GradientSums:
 
     Attributes:
         processes: As given.
+        buckets: The places of the parameters that are reduced together, each in one bucket.
         has_other_owners: Whether replicas beside the first own parameters.
         overlapped: Sends buckets while backward still runs; ``None`` where nothing travels, or not so early.
         memory_of_first: Addresses of parameters that only the first replica may own, as an optimizer writes their
@@ -112,8 +102,7 @@ class GradientSums:
         # A module without parameters has nothing to hook; on one device there is no way to overlap.
         if several_devices and self._gradient_buckets > 0 and parameters[0]:
             self.overlapped = OverlappedReduction(parameters, self._gradient_buckets, self._reduce_early, self._names)
-        self._buckets = self._make_buckets()
-        self._tried: _TriedReduction | None = None
+        self.buckets: list[list[int]] = self._make_buckets()
         self._known_buckets: dict[int, _Bucket] = {}  # by their first parameter
 
     def exchange_reducer(self, reducer: str | GradientReducer) -> None:
@@ -122,6 +111,16 @@ class GradientSums:
         self.close()
         self._reducer = make_reducer(reducer, self._replicas.devices, self._communication_dtype)
         self.follow_replicas()
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Those that gradients are summed between."""
+        return self._reducer.distinct_devices
+
+    @property
+    def columns(self) -> list[list[torch.nn.Parameter]]:
+        """K x N: the parameters of every replica that has its own."""
+        return [replica.parameters for replica in self._replicas.primaries]
 
     @property
     def owner_parameters(self) -> list[torch.nn.Parameter]:
@@ -152,7 +151,7 @@ class GradientSums:
             return
         # What left while backward was running has its sum already.
         done: Collection[int] = () if self.overlapped is None else self.overlapped.done
-        for indices in self._buckets:
+        for indices in self.buckets:
             left = [index for index in indices if index not in done] if done else indices
             if left:
                 bucket = self._bucket(left)
@@ -181,7 +180,7 @@ class GradientSums:
             weight: As of :meth:`average_over_processes`.
         """
         totals: list[torch.Tensor | None] = [None] * len(self._owners)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             # A parameter that no replica used stays without a gradient, and is looked up in no
             # bucket.
             indices = [index for index in bucket if _is_any_there(columns, index)]
@@ -262,6 +261,17 @@ class GradientSums:
         for parameter, total in zip(bucket.owned, totals, strict=True):
             parameter.grad = total
 
+    def sum_of_bucket(
+        self, indices: list[int], grads: Sequence[Sequence[torch.Tensor | None]]
+    ) -> list[torch.Tensor | None]:
+        """The sums of K x n gradients of the parameters at ``indices``, which nothing is done with.
+
+        Args:
+            indices: All, or some, of one of :attr:`buckets`.
+            grads: By replica, a gradient for each of them, or ``None``.
+        """
+        return self._sum_columns(self._bucket(indices), grads)
+
     def _sum_columns(
         self, bucket: _Bucket, grads: Sequence[Sequence[torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:
@@ -293,63 +303,6 @@ class GradientSums:
         for row, device in zip(grads, self._replicas.devices, strict=True):
             brought.append([_on(gradient, device) for gradient in row])
         return brought
-
-    # ---- for plans of memory ----
-
-    def reduction_bytes(self, active: Collection[int]) -> dict[torch.device, int]:
-        """What a reduction takes on every device beside the gradients, at its peak: tried on zeros, bucket by bucket.
-
-        Tried once for the same gradients: the zeros are as large as they are, and later steps, which ask again, have
-        room for what was planned only.
-
-        Args:
-            active: The replicas that have gradients.
-        """
-        columns = [replica.parameters for replica in self._replicas.primaries]
-        if len(columns) == 1:  # nothing travels
-            return self._no_bytes(columns)
-        kinds = [[_KIND(parameter) for parameter in column] for column in columns]
-        if self._tried is None or self._tried.kinds != kinds:
-            self._tried = _TriedReduction(kinds, {})
-        taken = self._tried.taken
-        # A short batch leaves some without any, and the next one is whole again.
-        key = frozenset(active)
-        if key not in taken:
-            taken[key] = self._try_reduction(active, columns)
-        return dict(taken[key])
-
-    def _no_bytes(self, columns: Sequence[Sequence[torch.nn.Parameter]]) -> dict[torch.device, int]:
-        """Of every device that a reduction may take memory on."""
-        # Parameters of shifted parts lie on other devices, and so do their sums.
-        places: set[torch.device] = set()
-        for column in columns:
-            places.update(canonical_device(parameter.device) for parameter in column)
-        return dict.fromkeys((*self._reducer.distinct_devices, *places), 0)
-
-    def _try_reduction(
-        self, active: Collection[int], columns: Sequence[Sequence[torch.nn.Parameter]]
-    ) -> dict[torch.device, int]:
-        """Bytes by device of a reduction of zeros."""
-        most = self._no_bytes(columns)
-        for bucket in self._buckets:
-            trained = [index for index in bucket if columns[0][index].requires_grad]
-            if not trained:
-                continue
-            # Idle replicas of a short batch have none, and those take the plain way of missing
-            # gradients.
-            zeros: list[list[torch.Tensor | None]] = []
-            for replica, column in enumerate(columns):
-                is_active = replica in active
-                zeros.append([torch.zeros_like(column[index]) if is_active else None for index in trained])
-            # One trace for each device, and all at once: a sum may take memory on several.
-            traces = {place: MemoryTrace(place) for place in most}
-            with ExitStack() as stack, torch.no_grad():
-                for trace in traces.values():
-                    stack.enter_context(trace)
-                self._sum_columns(self._bucket(trained), zeros)
-            for place, trace in traces.items():
-                most[place] = max(most[place], *trace.curve, 0)
-        return most
 
 
 def _chosen(parameters: list[torch.nn.Parameter], indices: list[int]) -> list[torch.nn.Parameter]:

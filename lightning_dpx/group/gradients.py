@@ -14,6 +14,7 @@ from lightning_dpx.group.arguments import GradReq
 from lightning_dpx.group.parameter_hooks import ParameterHookCalls
 from lightning_dpx.reducers import GradientReducer
 from lightning_dpx.replicas import ReplicaSet
+from lightning_dpx.replicas.gradient_addition import added_gradient
 
 
 class GroupGradients:
@@ -156,7 +157,4 @@ def _sum_of(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tens
         if total is None:
             return grad
         return total
-    # Of two sparse gradients the sum has other indices than either.
-    if total.is_sparse or grad.is_sparse:
-        return total + grad
-    return total.add_(grad)
+    return added_gradient(total, grad)

@@ -44,13 +44,12 @@ class FirstWritesError(RunAgain):
 
 
 def follow_first_writes(
-    session: "Session", name: str, slices: Sequence[BatchSlice], rules: MergeRules, beginning: StepBeginning
+    session: "Session", slices: Sequence[BatchSlice], rules: MergeRules, beginning: StepBeginning
 ) -> None:
     """Has the whole batch write what slices have each begun to write; where that cannot be, it is told as unchecked.
 
     Args:
         session: Of the step.
-        name: Of the step.
         slices: What has run.
         rules: Of the step.
         beginning: What the step has begun with.

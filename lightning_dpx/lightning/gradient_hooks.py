@@ -25,6 +25,9 @@ ROUND_STEP = WITHIN_WINDOW | {
     "optimizer_zero_grad",
 }  # fmt: skip
 
+# Between a step's forward and its backward.
+BEFORE_BACKWARD = frozenset({"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"})
+
 
 def has_hooks(module: LightningModule, callbacks: Sequence[Callback], names: Collection[str]) -> bool:
     """Whether the module, or a callback of the user's, overrides one of these hooks."""
@@ -33,10 +36,6 @@ def has_hooks(module: LightningModule, callbacks: Sequence[Callback], names: Col
     own = [callback for callback in callbacks if not runs_steps(type(callback))]
     of_callbacks = [name for name in names if hasattr(Callback, name)]
     return any(is_overridden(name, callback, parent=Callback) for callback in own for name in of_callbacks)
-
-
-# Between a step's forward and its backward.
-BEFORE_BACKWARD = frozenset({"backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad"})
 
 
 class GradientHooks:
@@ -73,6 +72,7 @@ class GradientHooks:
 
     def end(self) -> None:
         """Forgets the replicas."""
+        self.before_backward_of_step = False
         self.within_window = False
         self.between_steps = False
         self._root_gradients = None

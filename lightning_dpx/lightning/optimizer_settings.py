@@ -88,6 +88,9 @@ class OptimizerSettings:
 
     Args:
         strategy: Has them.
+
+    Attributes:
+        has_changed: Whether the slices of the last batch have changed any.
     """
 
     def __init__(self, strategy: "DPXStrategy") -> None:
@@ -104,11 +107,7 @@ class OptimizerSettings:
 
     @contextmanager
     def changed_once(self) -> Iterator[None]:
-        """The slices of one batch run in here.
-
-        Attributes:
-            has_changed: Afterwards, whether they have changed any.
-        """
+        """The slices of one batch run in here; :attr:`has_changed` says afterwards whether they have changed any."""
         before = self.snapshot()
         self._before = before
         self._after_first = None

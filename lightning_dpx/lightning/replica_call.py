@@ -204,7 +204,7 @@ class ReplicaCall:
         if beginning is not None:
             if not rules.draws:
                 FirstDraws(session, self._name, beginning, rules).follow()
-            follow_first_writes(session, self._name, slices, rules, beginning)
+            follow_first_writes(session, slices, rules, beginning)
         begun_again = _begun_again(session, slices, rules, numbers)
         if begun_again:
             _follow_counts(session, self._name, begun_again)

@@ -61,6 +61,7 @@ class Session(Run):
         whole_batches: Which stages get their batches whole.
         batches: The way of a batch through a step.
         gradient_hooks: What hooks of the user's find in gradients.
+        settings: What slices change of optimizers and schedulers, which they share.
         memory: What is done about memory round a step.
         micro_batches: Runs the micro-batches of training steps, where slices are cut into such.
         slices: Cuts batches.

@@ -7,19 +7,17 @@ with sdpa_kernel(SDPBackend.MATH):       what was set before is put back at the 
 import inspect
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dpx.python_objects.object_graph import PLAIN
+from lightning_dpx.python_objects.object_graph import MUTABLE, PLAIN
 from lightning_dpx.python_objects.origin import package_of, without_libraries
 from lightning_dpx.python_objects.reachable import places_of_code
 from lightning_dpx.torch_compat import TorchDispatchMode, on_tensors_of_tensors, parametrizations_are_cached
 
-_CONTAINERS = (list, dict, set, deque)
 _OWN_FRAMES = 2  # between an operator and the place that looks for the code that called it
 
 
@@ -152,6 +150,6 @@ class SettingsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(f"{name}.{key}", value)
 
     def _add(self, name: str, value: Any) -> None:
-        if type(value) in _CONTAINERS and id(value) not in self._sizes:
+        if type(value) in MUTABLE and id(value) not in self._sizes:
             self._sizes[id(value)] = len(value)
             self._containers.append((name, value))

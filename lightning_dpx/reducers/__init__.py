@@ -1,4 +1,4 @@
-"""Second sibling: the way of the gradients from K replicas to the owner of each parameter."""
+"""The way of the gradients from K replicas to the owner of each parameter."""
 
 from lightning_dpx.reducers.base import REDUCERS, GradientReducer, choose_reducer, make_reducer, register_reducer
 from lightning_dpx.reducers.buckets import GradientPacker

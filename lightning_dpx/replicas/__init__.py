@@ -1,4 +1,4 @@
-"""First sibling: K persistent replicas of one module, the slices that they get and the workers that run them."""
+"""K persistent replicas of one module, the slices that they get and the workers that run them."""
 
 from lightning_dpx.python_objects.preserve import GeneratorStates, preserve_rng_state
 from lightning_dpx.replicas import collectives

@@ -29,6 +29,7 @@ from lightning_dpx.backward_threads import forget_failed_backward
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.replicas.batch_slice import BatchSlice
 from lightning_dpx.replicas.containers import map_result
+from lightning_dpx.replicas.gradient_addition import added_gradient
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.torch_compat import run_backward
 
@@ -129,7 +130,7 @@ class EarlyBackward:
                     # As good as always the factor is 1, and nothing is multiplied.
                     scaled = gradient_of_step if factor == 1 else gradient_of_step * factor
                     earlier = parameter.grad
-                    parameter.grad = scaled if earlier is None else _sum(earlier, scaled)
+                    parameter.grad = scaled if earlier is None else added_gradient(earlier, scaled)
 
     def before_forward(self, place: int) -> None:
         """A forward on this device begins: it finds the gradients of earlier steps, if it is to look."""
@@ -301,14 +302,6 @@ def loss_of(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return output
-
-
-def _sum(earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients of one parameter, in the memory of the first if that is dense."""
-    # The sum of two sparse gradients has other indices than either.
-    if earlier.layout == torch.strided:
-        return earlier.add_(gradient)
-    return earlier + gradient
 
 
 def _set_flags(replica: Replica, flags: Sequence[bool]) -> None:

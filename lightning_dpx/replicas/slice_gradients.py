@@ -1,6 +1,6 @@
 """Gradients by slice: those of merged outputs are cut for the replicas, those of the replicas' inputs are joined.
 
-The counterpart of :mod:`~lightning_dpx.replicas.gathering`: what was joined along its rows is cut along them, and what
+The counterpart of :mod:`~lightning_dpx.replicas.merging`: what was joined along its rows is cut along them, and what
 was averaged, such as a loss, counts by its rows.
 """
 

@@ -1,4 +1,4 @@
-"""Third sibling: parts of a model, with what they keep for backward, on another device (Caffe2's device shifts)."""
+"""Parts of a model, with what they keep for backward, on another device (Caffe2's device shifts)."""
 
 from lightning_dpx.shifting.api import (
     applied_shift,

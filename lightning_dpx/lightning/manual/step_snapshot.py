@@ -6,7 +6,6 @@ state of the module are put back, in place, before one replica takes it with the
 """
 
 import types
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_dpx.python_objects.object_contents import (
     write_bytes,
     write_fields,
 )
-from lightning_dpx.python_objects.object_graph import items_of, pairs_of
+from lightning_dpx.python_objects.object_graph import MUTABLE, items_of, pairs_of
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
 from lightning_dpx.python_objects.preserve import is_generator, put_back, state_of
@@ -41,7 +40,6 @@ _STOPS = (
     nn.Module, pl.Trainer, Strategy, Logger, DataLoader, Dataset, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, torch.Generator, IteratorProxy,  # which rewinds itself
 )  # fmt: skip
-_CONTAINERS = (list, dict, set, deque)
 
 
 class StepSnapshot:
@@ -129,7 +127,7 @@ class StepSnapshot:
             elif isinstance(value, np.ndarray):
                 self._seen[id(value)] = value
                 self._arrays.append((value, bytes_of_array(value)))
-            elif isinstance(value, (tuple, *_CONTAINERS)):
+            elif isinstance(value, (tuple, *MUTABLE)):
                 self._keep_content(value)
                 waiting.extend(items_of(value))
                 waiting.extend([key for key, _ in pairs_of(value)] if isinstance(value, dict) else ())

@@ -12,6 +12,7 @@ from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.held_attributes import HeldAttributes
 from lightning_dpx.lightning.memory.kept_gradients import keeps_earlier_gradients, keeps_gradients
 from lightning_dpx.lightning.memory.profiled_steps import by_device
+from lightning_dpx.lightning.memory.reduction_memory import ReductionMemory
 from lightning_dpx.lightning.memory.static import StaticMemory, bytes_of_states
 from lightning_dpx.memory import BesideActivations
 from lightning_dpx.replicas import BatchSlice, Replica
@@ -33,6 +34,7 @@ class StaticOfSteps:
         self._session = session
         self._freed_gradients = freed_gradients
         self._attributes = HeldAttributes()
+        self._reductions = ReductionMemory(session.step.sums)
 
     def of(self, slices: Sequence[BatchSlice]) -> StaticMemory:
         """What a step of ``slices`` needs on every device beside its activations."""
@@ -48,7 +50,7 @@ class StaticOfSteps:
             snapshot=self._snapshot_bytes(slices),
             shown=self._shown_bytes(slices),
             states=bytes_of_states(trained, session.strategy.optimizers),
-            moving=session.step.sums.reduction_bytes(active),
+            moving=self._reductions.bytes_by_device(active),
             moves_in_backward=session.step.sums.overlapped is not None,
             accumulates=keeps_gradients(session.trainer) or replicas.cuts_slices,
             keeps_earlier=replicas.cuts_slices and self._keeps_earlier,

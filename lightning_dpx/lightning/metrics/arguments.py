@@ -105,7 +105,7 @@ def join(parts: Sequence[Any], settings: JoinSettings, rules: JoinRules, path: s
         GatherError: the values do not fit together; names their path.
     """
     known = rules.learned.get(path, ())
-    rule, items = _first_option(_options(list(parts), settings, path, known), known)
+    rule, items = _first_option(_options(list(parts), settings, known), known)
     if not rule:
         kinds = ", ".join(_describe(part) for part in parts)
         raise GatherError(f"The replicas gave {kinds} as {path}, which do not fit together.")
@@ -147,7 +147,7 @@ def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinR
 
     Zeros fit many rules, so all that fit are noted, and of those of before the ones that fit again.
     """
-    options = dict(_options(list(parts), settings, path))
+    options = dict(_options(list(parts), settings))
     fitting = []
     for rule in options:
         if rule == ITEMS:
@@ -170,9 +170,7 @@ def learn(whole: Any, parts: Sequence[Any], settings: JoinSettings, rules: JoinR
     return []
 
 
-def _options(
-    parts: list[Any], settings: JoinSettings, path: str, known: Sequence[str] = ()
-) -> Iterator[tuple[str, Any]]:
+def _options(parts: list[Any], settings: JoinSettings, known: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """The rules that can be applied, the likeliest first; with that of items comes their keys."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):

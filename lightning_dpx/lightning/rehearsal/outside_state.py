@@ -6,9 +6,7 @@ their own, which a step does not touch. All of it is followed through containers
 callbacks and data sets, which may hold very much, only as far as a few thousand objects, the nearest ones first.
 """
 
-import copy
 import types
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,8 @@ from torch.utils.data import Dataset
 
 from lightning_dpx.lightning.lightning_compat import active_loop, combined_loader
 from lightning_dpx.python_objects.hook_state import hooks_of_all_modules
-from lightning_dpx.python_objects.object_graph import PLAIN
+from lightning_dpx.python_objects.object_contents import refill
+from lightning_dpx.python_objects.object_graph import MUTABLE, PLAIN
 from lightning_dpx.python_objects.object_state import ObjectState
 from lightning_dpx.python_objects.origin import is_library
 from lightning_dpx.python_objects.own_attributes import own_attributes
@@ -37,7 +36,6 @@ _MOST_BYTES = 64 * MIB  # of tensors that the user's code names
 _MOST_NEAR = 2_000  # objects behind callbacks and data sets: what steps write to lies near them
 _DEEPEST_NOTE = 4
 _MOST_PARTS = 64  # of one data set that are data sets
-_CONTAINERS = (list, dict, set, deque)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _MISSING = object()
 
@@ -106,13 +104,11 @@ class _Content:
     def __init__(self, container: Any) -> None:
         self._container = container
         # One container deep: what a callback or a data set holds may be very much.
-        self._held = copy.copy(container)
+        self._held = list(container.items() if isinstance(container, dict) else container)
 
     def restore(self) -> None:
         # The same object is filled again, as others may hold it too.
-        container = self._container
-        container.clear()
-        container.extend(self._held) if isinstance(container, list | deque) else container.update(self._held)
+        refill(self._container, self._held)
 
 
 class _Named:
@@ -312,7 +308,7 @@ def _can_be_kept(tensor: torch.Tensor) -> bool:
 def is_small_container(value: Any) -> bool:
     """Whether to keep a copy of what ``value`` holds."""
     # The exact types: a subclass may do more than hold items when it is cleared and filled.
-    return type(value) in _CONTAINERS and len(value) <= _LARGEST_CONTAINER
+    return type(value) in MUTABLE and len(value) <= _LARGEST_CONTAINER
 
 
 def _is_note(value: Any, depth: int) -> bool:
