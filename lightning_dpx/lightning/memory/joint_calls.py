@@ -14,6 +14,7 @@ from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep, by_device
 from lightning_dpx.memory import AppliedPlan, MemoryPlan, Profile, applied_plan, forecast_plan
+from lightning_dpx.memory.call_names import call_of
 from lightning_dpx.memory.profile.joining.call_counts import calls_in, has_calls, varying_paths
 from lightning_dpx.memory.profile.joining.join_steps import join_steps
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
@@ -231,11 +232,10 @@ def _kept_values(steps: Sequence[SeenStep], dropped: Collection[str], paths: Col
     kept: dict[str, Kept] = {}
     for step in steps:
         for value in step.profiles[0].values:
-            # ``path#2:0`` is the first value of the second call of ``path``.
-            path, _, number = value.name.rpartition(":")[0].partition("#")
+            path, number = call_of(value.name)
             before = kept.get(value.name, ("", 0, 0))[2]
             if path in paths and value.name not in dropped and value.num_bytes > before:
-                kept[value.name] = path, int(number or 1), value.num_bytes
+                kept[value.name] = path, number, value.num_bytes
     return list(kept.values())
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dpx.memory.call_names import path_of
 from lightning_dpx.memory.execute.module_anatomy import Passive
 from lightning_dpx.memory.execute.module_calls import CallNames
 from lightning_dpx.memory.execute.routine import Routine
@@ -28,7 +29,7 @@ class HookPlacement:
         self.is_off: bool = is_off
         self._names = names
         again = names.again if isinstance(names.again, Collection) else ()
-        self._called_again = {name.partition("#")[0] for name in again}
+        self._called_again = {path_of(name) for name in again}
         self._handles: list[Any] = []
         if is_off:
             names.remove()

@@ -22,6 +22,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_dpx.memory.call_names import call_of
+
 _WORTH_A_BREAK = 2  # tensors that are kept: a hook on a module costs as much as two of them
 
 
@@ -222,9 +224,8 @@ def _unseen_calls(calls: dict[str, int], needed: Collection[str]) -> Iterator[En
     One that comes after all ends the routine, which knows nothing of what is saved in it.
     """
     for name in needed:
-        call = name.rpartition(":")[0]
-        path, _, number = call.partition("#")
-        which = Entered(path, int(number or 1) - 1)
+        path, number = call_of(name)
+        which = Entered(path, number - 1)
         if path and which.number >= calls.get(path, 0):
             yield which
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.memory.call_names import numbered
 from lightning_dpx.memory.execute.calls import select_output
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue
 from lightning_dpx.memory.execute.module_calls import CallNames
@@ -296,8 +297,8 @@ def _call_for(value: Value | None) -> Entered | None:
     """The call that is made again for it, and that it is saved in."""
     if value is None or not value.dropped or value.make is not select_output or value.inputs[1].kind != "saved":
         return None
-    path, _, number = value.inputs[0].make.call.name.partition("#")
-    return Entered(path, int(number or 1) - 1)
+    path, number = numbered(value.inputs[0].make.call.name)
+    return Entered(path, number - 1)
 
 
 def _node_of(tensor: torch.Tensor) -> str:

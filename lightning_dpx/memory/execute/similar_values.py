@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_dpx.memory.call_names import numbered, path_of
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.values import Value
 
@@ -190,7 +191,7 @@ class SimilarValues:
     def _places(self, name: str, operator: str) -> Iterator[_Place]:
         """Where a value is saved, seen from the modules around it, the largest first."""
         call, _, number = name.rpartition(":")
-        path = call.partition("#")[0]
+        path = path_of(call)
         parts = path.split(".") if path else []
         for depth in range(len(parts) + 1):
             around = self._classes.get(".".join(parts[:depth]))
@@ -201,8 +202,7 @@ class SimilarValues:
 def _place_in_step(name: str) -> tuple[str, int, int]:
     """The path of a module, which of its calls from 1, and the number of a value in that."""
     called, _, number = name.rpartition(":")
-    path, _, call = called.partition("#")
-    return path, int(call or 1), int(number)
+    return *numbered(called), int(number)
 
 
 def similar_calls(module: nn.Module, replayed: Collection[str], known: Collection[str]) -> list[str]:
@@ -215,7 +215,7 @@ def similar_calls(module: nn.Module, replayed: Collection[str], known: Collectio
     """
     parts = dict(module.named_modules())
     compiled = compiled_parts(module)
-    classes = {type(parts[name.partition("#")[0]]) for name in replayed}
+    classes = {type(parts[path_of(name)]) for name in replayed}
     around = set[str]()
     for path in known:
         while path:

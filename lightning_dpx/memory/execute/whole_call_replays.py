@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dpx.memory.call_names import path_of
 from lightning_dpx.memory.execute.calls import Call, never_unpacked, repeating
 from lightning_dpx.memory.execute.compiled_calls import code_of, hook_compiled_call
 from lightning_dpx.memory.execute.distributed_tensors import without_part
@@ -365,7 +366,7 @@ class Replays:
         parts = dict(module.named_modules())
         # What autograd calls within compiled code would be compiled as well.
         self._wrap: _Wrap = torch.compiler.disable if compiled_parts(module) else _as_it_is
-        for path in dict.fromkeys([*(name.partition("#")[0] for name in names), *alike]):
+        for path in dict.fromkeys([*(path_of(name) for name in names), *alike]):
             hooks = _Hooks(self, path)
             part = parts[path]
             if compiled_call_of(part) is not None:

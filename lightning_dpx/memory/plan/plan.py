@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 import yaml  # type: ignore[import-untyped]
 
 from lightning_dpx.errors import PlanError
+from lightning_dpx.memory.call_names import path_of
 from lightning_dpx.memory.plan.plan_file import format_file, read, write_whole
 from lightning_dpx.notebook import html_table
 from lightning_dpx.units import format_mib, unit_of_table
@@ -223,7 +224,7 @@ class MemoryPlan:
         paths = {path for path, _ in module.named_modules()}
         for decision in self.decisions:
             named = [decision.module]
-            named += [call.partition("#")[0] for call in decision.calls]
+            named += [path_of(call) for call in decision.calls]
             for path in named:
                 if path not in paths:
                     raise PlanError(f"The plan names {decision.name!r}, but the model has no module {path!r}.")

@@ -11,11 +11,12 @@ ever, and the time of the replays stands beside it.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from lightning_dpx.memory.call_names import path_of, paths_round
 from lightning_dpx.memory.profile.data import Profile, SavedStorage, SavedValue, outermost
 
 _WITHIN = "it is saved in {}, which is called again"
@@ -269,9 +270,9 @@ class _Replayed:
         around = dict[str, str]()
         for at in self._chosen:
             name = self._profile.calls[at].name
-            path = name.partition("#")[0]
+            path = path_of(name)
             inside.setdefault(path, name)
-            for outer in _paths_from(path):
+            for outer in (*paths_round(path), ""):  # the model itself, too
                 around.setdefault(outer, name)
         return inside, around
 
@@ -286,17 +287,9 @@ class _Replayed:
         return found
 
 
-def _paths_from(path: str) -> Iterator[str]:
-    """``path`` and those of the modules round it, up to the model's own."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
 def _conflict(value: SavedValue, inside: dict[str, str], around: dict[str, str]) -> str:
     """The replayed call with which the call that makes ``value`` shares anything."""
-    path = value.call.partition("#")[0]
+    path = path_of(value.call)
     if path in around:
         return around[path]
-    return next((inside[outer] for outer in _paths_from(path) if outer and outer in inside), "")
+    return next((inside[outer] for outer in paths_round(path) if outer in inside), "")

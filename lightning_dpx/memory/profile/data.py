@@ -3,12 +3,15 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_dpx.memory.call_names import path_of
+
 # The plan cache writes these classes to disk as lists of their fields, and reads them back by
 # position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
 
 
 PREFETCH_DEPTH = 2  # offloaded values on their way at once, in each direction, where there is room for them
 IsWorth = Callable[[float], bool]  # whether a step that takes so many seconds is worth a profile
+Moved = Callable[[int], int]  # the event of another step that stands for one of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ class SavedStorage:
     unused: int
     freed: int
 
+    def moved(self, event: Moved) -> "SavedStorage":
+        """The same in a step with other events."""
+        return replace(self, unused=event(self.unused), freed=event(self.freed))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -90,6 +97,10 @@ class Request:
     value: int
     released: int
     hold: int = -1
+
+    def moved(self, event: Moved) -> "Request":
+        """The same in a step with other events."""
+        return replace(self, event=event(self.event), released=event(self.released))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,16 @@ class SavedCall:
     given: tuple[int, ...]
     given_beside: tuple[tuple[int, int], ...]
     state: int
+
+    def moved(self, event: Moved) -> "SavedCall":
+        """The same in a step with other events."""
+        return replace(
+            self,
+            begin=event(self.begin),
+            end=event(self.end),
+            again=tuple((size, event(until)) for size, until in self.again),
+            given_beside=tuple((size, event(until)) for size, until in self.given_beside),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +190,13 @@ class CompiledCall:
     @property
     def path(self) -> str:
         """The path of the compiled part."""
-        return self.name.partition("#")[0]
+        return path_of(self.name)
+
+    def moved(self, event: Moved) -> "CompiledCall":
+        """The same in a step with other events."""
+        return replace(
+            self, begin=event(self.begin), end=event(self.end), asked=event(self.asked), over=event(self.over)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +216,10 @@ class Hold:
     call: int
     asked: int
     end: int
+
+    def moved(self, event: Moved) -> "Hold":
+        """The same in a step with other events."""
+        return replace(self, asked=event(self.asked), end=event(self.end))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_dpx.memory.call_names import path_of
 from lightning_dpx.memory.execute.calls import Call
 from lightning_dpx.memory.execute.module_calls import OF_CODE, CallNames
 from lightning_dpx.memory.execute.recipes.registry import NotRecomputable
@@ -204,7 +205,7 @@ class NotedCalls:
             call.obstacle
             or number in self._code.around
             or noted.count < fewest
-            or self.units.holds_units(call.name.partition("#")[0])
+            or self.units.holds_units(path_of(call.name))
             or not self._can_be_given_again(noted)
         ):
             noted.given = []
@@ -350,7 +351,7 @@ class NotedCalls:
         return self._code.has_made(node)
 
     def _is_compiled(self, call: Call) -> bool:
-        return call.name.partition("#")[0] in self._names.compiled
+        return path_of(call.name) in self._names.compiled
 
     def calls(self, ends: Sequence[int], storages: dict[int, int], end: int) -> tuple[SavedCall, ...]:
         """The calls that can be replayed, in the order in which they begin.

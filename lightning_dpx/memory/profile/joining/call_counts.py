@@ -2,13 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from lightning_dpx.memory.call_names import call_of
 from lightning_dpx.memory.profile.data import Profile
-
-
-def call_of(name: str) -> tuple[str, int]:
-    """The call that saves a value of this name: ``blocks.2#3:0`` is of the third call of ``blocks.2``."""
-    path, _, number = name.rpartition(":")[0].partition("#")
-    return path, int(number or 1)
 
 
 def calls_in(profile: Profile) -> dict[str, int]:

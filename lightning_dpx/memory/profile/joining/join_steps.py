@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from lightning_dpx.memory.call_names import call_of
 from lightning_dpx.memory.profile.data import Profile
-from lightning_dpx.memory.profile.joining.call_counts import call_of, calls_in
+from lightning_dpx.memory.profile.joining.call_counts import calls_in
 from lightning_dpx.memory.profile.joining.event_map import EventMap
-from lightning_dpx.memory.profile.joining.joined_calls import JoinedCalls, moved_code
+from lightning_dpx.memory.profile.joining.joined_calls import JoinedCalls
 from lightning_dpx.memory.profile.joining.joined_curve import curve_without_pieces, joined_curve, kept_by_pieces
 from lightning_dpx.memory.profile.joining.joined_requests import joined_requests, joined_saves
 from lightning_dpx.memory.profile.joining.joined_values import JoinedStorages, JoinedValues, new_storages
@@ -140,5 +141,5 @@ def _insert(base: Profile, donor: Profile, wanted: Collection[int]) -> Profile:
         forward_seconds=base.forward_seconds + share_added * donor.forward_seconds,
         operators=tuple((events.of_base(event), name) for event, name in base.operators),
         adding=tuple((events.of_base(event), size) for event, size in base.adding),
-        codes=tuple(moved_code(code, events.of_base) for code in base.codes),
+        codes=tuple(code.moved(events.of_base) for code in base.codes),
     )

@@ -1,14 +1,13 @@
 """The calls that can be replayed, and what autograd holds, in a step that is put together from two others."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_dpx.memory.profile.data import CompiledCall, Hold, SavedCall
-from lightning_dpx.memory.profile.joining.call_counts import call_of
+from lightning_dpx.memory.call_names import call_of, path_of, paths_round
+from lightning_dpx.memory.profile.data import Hold, SavedCall
 from lightning_dpx.memory.profile.joining.event_map import EventMap
 from lightning_dpx.memory.profile.joining.joined_values import JoinedStorages
-from lightning_dpx.memory.profile.joining.splice import Splice, paths_round
+from lightning_dpx.memory.profile.joining.splice import Splice
 
 
 class JoinedCalls:
@@ -55,7 +54,7 @@ class JoinedCalls:
                 piece_of_module.setdefault(path, piece)
         found = {}
         for number, call in enumerate(donor.calls):
-            path = call.name.partition("#")[0]
+            path = path_of(call.name)
             if call.name not in self._base_calls and path in piece_of_module:
                 found[number] = piece_of_module[path]
         return found
@@ -75,7 +74,7 @@ class JoinedCalls:
     def _moved_base_calls(self) -> list[SavedCall]:
         moved = []
         for call in self._splice.base.calls:
-            there = _moved_call(call, self._events.of_base, call.given, call.parent)
+            there = call.moved(self._events.of_base)
             moved.append(replace(there, end=self._events.after_base(call.end)))
         return moved
 
@@ -84,25 +83,22 @@ class JoinedCalls:
         of_donor = self._storages.of_donor
         for number, piece in self._piece_of_call.items():
             call = self._splice.donor.calls[number]
-            given = [of_donor[storage] for storage in call.given if storage in of_donor]
+            given = tuple(of_donor[storage] for storage in call.given if storage in of_donor)
             parent = self._unsorted_number(call.parent)
-            moved.append(_moved_call(call, partial(self._events.of_piece, piece), given, parent))
+            there = call.moved(partial(self._events.of_piece, piece))
+            moved.append(replace(there, given=given, parent=parent))
         return moved
 
     def _moved_base_holds(self) -> list[Hold]:
         moved = []
         for hold in self._splice.base.holds:
-            asked = self._events.of_base(hold.asked)
-            end = self._events.of_base(hold.end)
-            moved.append(replace(hold, call=self._sorted[hold.call], asked=asked, end=end))
+            moved.append(replace(hold.moved(self._events.of_base), call=self._sorted[hold.call]))
         return moved
 
     def _moved_hold_of_piece(self, hold: Hold, piece: int) -> Hold:
         # The call may be one that the base makes as well, within which only this value is new.
         call = self._sorted[self._unsorted_number(hold.call)]
-        asked = self._events.of_piece(piece, hold.asked)
-        end = self._events.of_piece(piece, hold.end)
-        return replace(hold, call=call, asked=asked, end=end)
+        return replace(hold.moved(partial(self._events.of_piece, piece)), call=call)
 
     def _unsorted_number(self, call_of_donor: int) -> int:
         """The number before sorting of a call of the donor: of a piece, or one that both steps make; -1 without one."""
@@ -111,20 +107,3 @@ class JoinedCalls:
         if call_of_donor < 0:
             return -1
         return self._base_calls.get(self._splice.donor.calls[call_of_donor].name, -1)
-
-
-def moved_code(code: CompiledCall, moved: Callable[[int], int]) -> CompiledCall:
-    """A call of a compiled part, at the events that ``moved`` tells."""
-    return replace(code, begin=moved(code.begin), end=moved(code.end), asked=moved(code.asked), over=moved(code.over))
-
-
-def _moved_call(call: SavedCall, moved: Callable[[int], int], given: Sequence[int], parent: int) -> SavedCall:
-    return replace(
-        call,
-        begin=moved(call.begin),
-        end=moved(call.end),
-        again=tuple((size, moved(event)) for size, event in call.again),
-        given=tuple(given),
-        given_beside=tuple((size, moved(event)) for size, event in call.given_beside),
-        parent=parent,
-    )

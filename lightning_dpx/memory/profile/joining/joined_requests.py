@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 from lightning_dpx.memory.profile.data import Request
@@ -25,17 +26,13 @@ def joined_requests(
     for one in splice.base.requests:
         # A profile in which nothing can be replayed has no holds, though its requests tell of some.
         hold = one.hold if one.hold < len(splice.base.holds) else -1
-        event = events.of_base(one.event)
-        released = events.of_base(one.released)
-        requests.append(replace(one, event=event, value=values.of_base[one.value], released=released, hold=hold))
+        requests.append(replace(one.moved(events.of_base), value=values.of_base[one.value], hold=hold))
     # Of the donor only what the pieces ask for: the rest of its backward is that of the base.
     for one in splice.donor.requests:
         if one.value in splice.piece_of:
-            number = splice.piece_of[one.value]
+            there = one.moved(partial(events.of_piece, splice.piece_of[one.value]))
             hold = holds_of_donor.get(one.hold, -1)
-            event = events.of_piece(number, one.event)
-            released = events.of_piece(number, one.released)
-            requests.append(replace(one, event=event, value=values.of_donor[one.value], released=released, hold=hold))
+            requests.append(replace(there, value=values.of_donor[one.value], hold=hold))
     requests.sort(key=attrgetter("event"))
     return requests
 

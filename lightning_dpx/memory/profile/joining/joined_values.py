@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning_dpx.memory.profile.data import SavedStorage, SavedValue
 from lightning_dpx.memory.profile.joining.event_map import EventMap
@@ -31,15 +32,13 @@ class JoinedStorages:
     def __init__(self, splice: Splice, events: EventMap) -> None:
         self.storages: list[SavedStorage] = []
         for one in splice.base.storages:
-            moved = replace(one, unused=events.of_base(one.unused), freed=events.of_base(one.freed))
-            self.storages.append(moved)
+            self.storages.append(one.moved(events.of_base))
         self.of_donor: dict[int, int] = _storages_of_both(splice)
         for storage, number in new_storages(splice).items():
             self.of_donor[storage] = len(self.storages)
             one = splice.donor.storages[storage]
-            unused = events.of_piece(number, one.unused)
-            freed = events.of_piece(number, max(one.freed, splice.donor.forward_events))
-            self.storages.append(replace(one, unused=unused, freed=freed))
+            kept = replace(one, freed=max(one.freed, splice.donor.forward_events))
+            self.storages.append(kept.moved(partial(events.of_piece, number)))
 
 
 class JoinedValues:

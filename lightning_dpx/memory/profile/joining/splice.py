@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_dpx.memory.call_names import call_of, path_of, paths_round
 from lightning_dpx.memory.profile.data import Profile, SavedValue
-from lightning_dpx.memory.profile.joining.call_counts import call_of
 
 _NUMBER = re.compile(r"\d+")
 
@@ -115,7 +115,7 @@ class _PieceFinder:
     def _outermost_unknown(self, value: SavedValue) -> str:
         """The outermost module round ``value`` in which the base saves nothing."""
         call = value.name.rpartition(":")[0]
-        parts = call.partition("#")[0].split(".")
+        parts = path_of(call).split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])
             if path not in self._base_modules:
@@ -165,15 +165,6 @@ class _PieceFinder:
             if name in self.base_values:
                 return self.base_values[name]
         return otherwise
-
-
-def paths_round(path: str) -> list[str]:
-    """The module and all modules that it is in, from the inside out."""
-    found = []
-    while path:
-        found.append(path)
-        path = path.rpartition(".")[0]
-    return found
 
 
 def _kind(value: SavedValue) -> str:
