@@ -21,6 +21,7 @@ from lightning_dpx.devices.identity import (
     spare_devices,
 )
 from lightning_dpx.devices.links import (
+    copy_values,
     default_backend,
     has_nccl,
     linked_groups,
@@ -60,6 +61,7 @@ __all__ = [
     "capacity_of",
     "chosen_streams",
     "clock_of",
+    "copy_values",
     "counts_by_its_clock",
     "default_backend",
     "device_beside",

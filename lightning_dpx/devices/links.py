@@ -1,5 +1,6 @@
 """How values get from one device to another."""
 
+import operator
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -7,6 +8,9 @@ import torch
 
 from lightning_dpx.boundaries import halves
 from lightning_dpx.devices.identity import is_host, is_only_of_its_type
+from lightning_dpx.torch_compat import foreach_copy_
+
+_DEVICE = operator.attrgetter("device")
 
 
 def has_nccl(devices: Sequence[torch.device]) -> bool:
@@ -44,6 +48,13 @@ def synchronize(device: torch.device) -> None:
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` on ``device``, without waiting where that is safe: the host would read before the copy has arrived."""
     return tensor.to(device, non_blocking=not is_host(device))
+
+
+def copy_values(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Each target gets the values of its source, without waiting where that is safe: see :func:`moved`."""
+    # A set, as there are thousands of tensors on a few devices.
+    waits = any(map(is_host, set(map(_DEVICE, targets))))
+    foreach_copy_(list(targets), list(sources), non_blocking=not waits)
 
 
 def linked_groups(devices: Sequence[torch.device]) -> list[list[int]]:

@@ -162,7 +162,7 @@ class BufferSync:
             for replica in self._others:
                 for source, target in zip(self._root.buffers, replica.buffers, strict=True):
                     if target is not source:
-                        target.copy_(source, non_blocking=True)
+                        target.copy_(source, non_blocking=not is_host(target.device))
         # After the copies, which count as writes.
         if self._watched:
             replicas = (self._root, *self._others)

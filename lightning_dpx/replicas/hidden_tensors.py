@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.replicas.remote_tensor import version_of
 from lightning_dpx.replicas.tensor_checksums import checksums
 
@@ -127,7 +128,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _copy(source: torch.Tensor, copied: torch.Tensor) -> None:
     if source.shape == copied.shape and source.dtype == copied.dtype:
-        copied.copy_(source, non_blocking=True)
+        copied.copy_(source, non_blocking=not is_host(copied.device))
     else:
         # The copy stays the same object: a container of the replica holds it.
         copied.data = source.detach().to(copied.device, copy=True)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightning_dpx.torch_compat import flatten_dense, foreach_copy_, unflatten_dense
+from lightning_dpx.devices import copy_values, is_host
+from lightning_dpx.torch_compat import flatten_dense, unflatten_dense
 
 SMALL = 1 << 14  # elements of a parameter that travels with others; the copy of a larger one costs more than its start
 BUNDLE = 1 << 18  # elements of a bundle: 1 MiB of float32
@@ -61,11 +62,13 @@ class ParameterCopies:
     def copy(self) -> None:
         """The targets get the values of the sources."""
         for sources, targets in self._bundles:
-            arrived = flatten_dense(sources).to(targets[0].device, non_blocking=True)
-            foreach_copy_(targets, list(unflatten_dense(arrived, targets)))
+            device = targets[0].device
+            # The split below would read on the host before a copy that nobody waits for has arrived.
+            arrived = flatten_dense(sources).to(device, non_blocking=not is_host(device))
+            copy_values(targets, list(unflatten_dense(arrived, targets)))
         sources, targets = self._single
         if sources:
-            foreach_copy_(targets, sources, non_blocking=True)
+            copy_values(targets, sources)
 
 
 def _kinds(parameters: Sequence[nn.Parameter]) -> list[object]:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_dpx.devices import copy_values
 from lightning_dpx.errors import ReplicationError, SharedWriteError
 from lightning_dpx.replicas.parameter_copies import ParameterCopies
 from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.shared_writes import SharedWrites, UnseenWrites
 from lightning_dpx.replicas.tensor_checksums import checksums
-from lightning_dpx.torch_compat import foreach_copy_, preserve_version_counter, version_counter
+from lightning_dpx.torch_compat import preserve_version_counter, version_counter
 
 # What is compared for every parameter in every step: mapped, not looped over, which takes a third of the time. Shapes
 # one by one, because lists of thousands of new tuples would start the garbage collector.
@@ -103,7 +104,7 @@ class ParameterSync:
             if stale:
                 targets, sources = zip(*stale, strict=True)
                 with preserve_version_counter(_unmoved(replica.parameters, self._versions_of_owners, versions)):
-                    foreach_copy_(targets, sources, non_blocking=True)
+                    copy_values(targets, sources)
         # What was copied is no change to be sent once more before the next forward.
         owned = self._root.parameters
         self._note(owned, list(map(version_counter, owned)))

@@ -2,27 +2,36 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import nccl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dpx.devices import (
     OffloadedTensor,
     allocated_and_peak,
     capacity_of,
     free_bytes,
+    is_host,
     linked_groups,
     memory,
     num_direct_links,
     offload,
 )
 from lightning_dpx.reducers import make_reducer
+from lightning_dpx.replicas.buffer_sync import BufferSync
+from lightning_dpx.replicas.hidden_tensors import HiddenTensors
+from lightning_dpx.replicas.parameter_copies import SMALL, ParameterCopies
+from lightning_dpx.replicas.parameter_sync import ParameterSync
+from lightning_dpx.replicas.replica import Replica
+from tests.conftest import SIMULATED
 
 HERE, HOST = torch.device("cuda", 0), torch.device("cpu")
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -122,6 +131,94 @@ def test_a_tensor_comes_back_as_it_left(device: str) -> None:
         taken = offloaded.fetch().clone()
     other.synchronize()
     assert torch.equal(taken.cpu(), expected)
+
+
+class CopiesToTheHost(TorchDispatchMode):
+    """Notes which copies from a device to the host nobody waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        # Positions of "non_blocking", where it is given by position.
+        place = {"aten::copy_": 2, "aten::_foreach_copy_": 2, "aten::_to_copy": 9}.get(name)
+        if place is not None:
+            targets = [result] if name == "aten::_to_copy" else args[0]
+            sources = args[0] if name == "aten::_to_copy" else args[1]
+            waits = not (args[place] if len(args) > place else kwargs.get("non_blocking", False))
+            pairs = zip(_as_list(targets), _as_list(sources), strict=True)
+            leaves = any(is_host(target.device) and not is_host(source.device) for target, source in pairs)
+            self.waited += [waits] * leaves
+        return result
+
+
+def _as_list(tensors: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _replicas_on_a_device_and_the_host(device: str) -> list[Replica]:
+    made = []
+    for index, place in enumerate((device, "cpu")):
+        module = nn.BatchNorm1d(SMALL + 1)
+        module.small = nn.Linear(2, 2)
+        replica = Replica(index, torch.device(place), module.to(place))
+        replica.refresh()
+        made.append(replica)
+    return made
+
+
+def _copy_parameters(replicas: list[Replica]) -> None:
+    ParameterCopies(replicas[0].parameters, replicas[1].parameters).copy()
+
+
+def _copy_from_owner(replicas: list[Replica]) -> None:
+    sync = ParameterSync(replicas, replicas)
+    sync.synchronize()
+    # The host's copy comes from the device, after a step of what both own.
+    sync.set_owners([0, 0, 1, 1])
+    sync.optimizer_stepped()
+
+
+def _copy_buffers(replicas: list[Replica]) -> None:
+    BufferSync(replicas, "broadcast").copy()
+
+
+def _copy_hidden(replicas: list[Replica]) -> None:
+    source, copied = (replica.module.weight for replica in replicas)
+    hidden = HiddenTensors([(source, copied)])
+    with torch.no_grad():
+        source.add_(1)
+    hidden.follow()
+
+
+@pytest.mark.parametrize("device", ["sim:0", pytest.param("cuda:0", marks=needs_gpu)])
+@pytest.mark.parametrize("copy", [_copy_parameters, _copy_from_owner, _copy_buffers, _copy_hidden])
+def test_what_the_host_reads_next_is_waited_for(copy: Callable[[list[Replica]], None], device: str) -> None:
+    """A device copies to the host while that goes on, and what is read there too early is what was there before."""
+    if SIMULATED and device == "sim:0":
+        pytest.skip(SIMULATED)
+    replicas = _replicas_on_a_device_and_the_host(device)
+    copies = CopiesToTheHost()
+    with copies:
+        copy(replicas)
+    assert copies.waited
+    assert all(copies.waited)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
+def test_parameters_arrive_on_the_host_after_a_busy_device_has_written_them(device: str) -> None:
+    sources = [nn.Parameter(torch.zeros(size, device=device)) for size in (7, 9, SMALL + 1)]
+    targets = [nn.Parameter(torch.zeros(size)) for size in (7, 9, SMALL + 1)]
+    torch.cuda._sleep(100_000_000)  # about 50 ms
+    with torch.no_grad():
+        for source in sources:
+            source.fill_(3)
+    ParameterCopies(sources, targets).copy()
+    assert all(target.eq(3).all() for target in targets)
 
 
 def test_devices_are_grouped_by_who_reaches_whom(monkeypatch: Any) -> None:
