@@ -27,15 +27,18 @@ from lightning_dpx.torch_compat import on_tensors_of_tensors
 
 @dataclass(frozen=True, slots=True)
 class SeenGenerators:
-    """All generators as they were: the host's of PyTorch, those of the process, and those that a module holds."""
+    """Generators as they were: the host's of PyTorch, the process's, those that a module holds, some devices'."""
 
     torch: torch.Tensor
     process: ProcessGenerators
     held: list[tuple[Any, Any]]
+    devices: RandomStates | None = None
 
     def put_back(self) -> None:
         """They continue as if nothing had been drawn since."""
         torch.set_rng_state(self.torch)
+        if self.devices is not None:
+            self.devices.restore()
         self.process.restore()
         for generator, state in self.held:
             put_back(generator, state)
@@ -62,18 +65,21 @@ class DrawWatch:
         """The generators that the module or a global holds; looked for once."""
         return held_generators([self._module])
 
-    def now(self) -> SeenGenerators:
-        """The states of the generators, such as before a run."""
+    def now(self, devices: Sequence[torch.device] = ()) -> SeenGenerators:
+        """The states of the generators, such as before a run, and of those of ``devices``."""
         held = [(generator, state_of(generator)) for generator in self.generators]
-        return SeenGenerators(host_random_state(), self._process.now(), held)
+        on_devices = RandomStates(devices) if devices else None
+        return SeenGenerators(host_random_state(), self._process.now(), held, on_devices)
 
     def has_drawn(self, seen: SeenGenerators) -> bool:
         """Whether there were draws since :meth:`now`."""
         return not torch.equal(seen.torch, host_random_state()) or self.has_drawn_outside_torch(seen)
 
     def has_drawn_outside_torch(self, seen: SeenGenerators) -> bool:
-        """As :meth:`has_drawn`, but for PyTorch's generator of the host."""
+        """As :meth:`has_drawn`, but for PyTorch's generator of the host; of devices, those that were given."""
         if seen.process != self._process.now():
+            return True
+        if seen.devices is not None and not seen.devices.same_on_devices(seen.devices.again()):
             return True
         return not all(same_state(state_of(generator), state) for generator, state in seen.held)
 

@@ -29,6 +29,7 @@ class Lanes:
         slot: Where the tasks of a run meet.
         in_threads: Whether there is more than one lane.
         in_line_on_host: Whether all runs in the calling thread, and no device works on by itself.
+        shared_accelerators: Those that several lanes have, each of which has one random generator for all of them.
     """
 
     def __init__(
@@ -47,12 +48,16 @@ class Lanes:
         # not.
         self._turns = InlineExecutor(deadline)
         self._callers_threads: int | None = None
-        self.slot: RendezvousSlot = RendezvousSlot(oversubscribed=_oversubscribed(devices), beyond=beyond)
-        self._use(make_executor(execution, devices, deadline, device_of))
+        shared = ", ".join(map(str, _taken_twice(devices)))
+        self.slot: RendezvousSlot = RendezvousSlot(oversubscribed=shared, beyond=beyond)
+        self._use(make_executor(execution, devices, deadline, device_of), execution)
 
-    def _use(self, executor: Executor) -> None:
+    def _use(self, executor: Executor, execution: Execution) -> None:
         self._executor = executor
         self.in_threads: bool = isinstance(executor, ThreadedExecutor)
+        # Left to "auto", the replicas of one device have one lane.
+        have_own_lanes = self.in_threads and execution == "threads"
+        self.shared_accelerators: tuple[torch.device, ...] = _taken_twice(self._devices) if have_own_lanes else ()
         self.in_line_on_host: bool = not self.in_threads and all(map(is_host, self._devices))
 
     def deal(self, device_of: Sequence[int]) -> None:
@@ -62,13 +67,13 @@ class Lanes:
             device_of: By replica, the place of its device.
         """
         self._executor.close()
-        self._use(make_executor(self._execution, self._devices, self._deadline, device_of))
+        self._use(make_executor(self._execution, self._devices, self._deadline, device_of), self._execution)
 
     def choose(self, *, threads: bool) -> None:
         """A thread for every replica from now on, or none."""
         self._executor.close()
         execution: Execution = "threads" if threads else "inline"
-        self._use(make_executor(execution, self._devices, self._deadline))
+        self._use(make_executor(execution, self._devices, self._deadline), execution)
 
     def open_slot(self) -> RendezvousSlot:
         """The slot in which the next run meets; never that of a run that was abandoned."""
@@ -82,7 +87,7 @@ class Lanes:
         Args:
             devices: That of every task.
         """
-        self.slot.oversubscribed = _oversubscribed(devices)
+        self.slot.oversubscribed = ", ".join(map(str, _taken_twice(devices)))
         self.slot.was_used = False
 
     def executor(self, *, in_turns: bool) -> Executor:
@@ -117,14 +122,15 @@ class Lanes:
         self._executor.close()
 
 
-def _oversubscribed(devices: Sequence[torch.device]) -> str:
-    """An accelerator among ``devices`` that is there more than once; empty if there is none."""
+def _taken_twice(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
+    """Accelerators that are among ``devices`` more than once."""
     # Autograd has one thread for each accelerator; on the host each backward has its caller's.
     accelerators = [device for device in devices if not is_host(device)]
+    found = []
     for device in distinct_devices(accelerators):
         if accelerators.count(device) > 1:
-            return str(device)
-    return ""
+            found.append(device)
+    return tuple(found)
 
 
 def make_executor(

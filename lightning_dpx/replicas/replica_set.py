@@ -344,7 +344,7 @@ class ReplicaSet:
             # The turns run in the calling thread, which had given its cores to the lanes.
             lanes.release_cores()
         # In line, replicas draw and write in the order of one device: there is nothing to learn.
-        before = self.traits.draws.now() if lanes.in_threads else None
+        before = self.traits.draws.now(lanes.shared_accelerators) if lanes.in_threads else None
         watch = order.watch(stage, self._rules.by_reference) if in_turns and len(slices) > 1 else None
         # First of all: the ranks of the tasks keep the slot, so it must be that of this run.
         slot = lanes.open_slot()

@@ -108,6 +108,6 @@ class StageOrder:
         else:
             text = "in threads they draw in no fixed order; from here on they take turns"
         warnings.warn(
-            f"The {stage} draws random numbers on the CPU, from a generator that all replicas share: {text}.",
+            f"The {stage} draws random numbers from a generator that replicas share: {text}.",
             stacklevel=3,
         )

@@ -35,8 +35,9 @@ class StageTraits:
     def needs_order(self, stage: str, *, training: bool) -> bool:
         """Whether replicas must run the stage one after the other to give what one device gives.
 
-        Threads would draw from the host's one generator in any order, and activation checkpointing in one thread would
-        reset it under another's feet. So a stage needs order until it was seen to draw nothing.
+        Threads would draw from one generator, of the host or of a device that they share, in any order, and activation
+        checkpointing in one thread would reset it under another's feet. So a stage needs order until it was seen to
+        draw nothing.
         """
         if self.needs_order_for_good(stage, training=training) or self._made_state.get((stage, training), False):
             return True

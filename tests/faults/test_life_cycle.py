@@ -165,7 +165,7 @@ def test_case_68_two_trainers_and_two_models_do_not_disturb_each_other(execution
 
 
 @pytest.mark.usefixtures("hardware")
-@pytest.mark.filterwarnings("ignore:.*draws random numbers on the CPU")
+@pytest.mark.filterwarnings("ignore:.*draws random numbers from a generator")
 def test_case_68_two_fits_at_the_same_time_in_two_threads(execution: str) -> None:
     models, errors = [seeded(), seeded()], []
     begun = [threading.Event(), threading.Event()]

@@ -47,7 +47,7 @@ def train(execution: str, num_replicas: int = 3, *, seed: int = 7, deterministic
     seed_everything(seed, verbose=False)
     model = Dropped(**options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        warnings.filterwarnings("ignore", message=".*draws random numbers from a generator.*")
         warnings.filterwarnings("ignore", message=".*non-reentrant.*")
         seen = run(
             model,
@@ -158,7 +158,7 @@ def mixed_up(kind: str, **options: Any) -> tuple[list[float], dict[str, torch.Te
     DRAWN.clear()
     loader = make_loader(2048, 1024)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        warnings.filterwarnings("ignore", message=".*draws random numbers from a generator.*")
         warnings.filterwarnings("ignore", message=".*: DRAWN is .+1 items on one device")
         make_trainer(max_epochs=2, **options).fit(model, loader, make_loader(16))
     return list(DRAWN), {name: value.cpu() for name, value in model.state_dict().items()}
@@ -232,7 +232,7 @@ def test_dropout_that_is_off_hides_no_draw_of_an_evaluation(execution: str) -> N
         return tested[0]["test_scale"], torch.cat(trainer.predict(model, make_loader(53)))
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        warnings.filterwarnings("ignore", message=".*draws random numbers from a generator.*")
         ours = evaluated(strategy=DPXStrategy(execution=execution), devices=2)
     one = evaluated()
     assert ours[0] == pytest.approx(one[0])
@@ -250,7 +250,7 @@ def test_what_a_step_draws_for_its_batch_is_drawn_once(execution: str, num_repli
         return values, float(trainer.callback_metrics["scale"]), random.random()
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*draws random numbers on the CPU.*")
+        warnings.filterwarnings("ignore", message=".*draws random numbers from a generator.*")
         ours = fitted(strategy=DPXStrategy(execution=execution), devices=num_replicas)
     one = fitted()
     assert_equal(ours[0], one[0])
@@ -279,7 +279,7 @@ def trained_by_own_draws(num_replicas: int, execution: str, **options: bool) -> 
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*draws random numbers on the CPU")
+@pytest.mark.filterwarnings("ignore:.*draws random numbers from a generator")
 @pytest.mark.filterwarnings("ignore:.*It draws random numbers once")
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("drops", [False, True])

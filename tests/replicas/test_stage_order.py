@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
+from tests.conftest import SIMULATED, sim_device
 
 CPUS = [torch.device("cpu")] * 2
+needs_devices = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED or "there are some")
 
 
 def test_a_stage_that_needs_order_for_good_is_not_watched_any_more() -> None:
@@ -25,7 +28,7 @@ def test_a_stage_that_needs_order_for_good_is_not_watched_any_more() -> None:
         return part.replica.module(part.batch)
 
     before = sys.getprofile()
-    with pytest.warns(UserWarning, match="The step draws random numbers on the CPU"):
+    with pytest.warns(UserWarning, match="The step draws random numbers from a generator"):
         replicas.run("step", slices, step)
     replicas.run("step", slices, step)
     replicas.close()
@@ -39,7 +42,7 @@ def test_replicas_in_threads_note_what_their_stages_do() -> None:
     slices = replicas.slices(torch.ones(4, 2))
     replicas.run("step", slices, lambda part: part.batch + 1)
     assert not replicas.traits.needs_order("step", training=True)
-    with pytest.warns(UserWarning, match="The other draws random numbers on the CPU"):
+    with pytest.warns(UserWarning, match="The other draws random numbers from a generator"):
         replicas.run("other", slices, lambda part: part.replica.module(part.batch))
     replicas.close()
     assert replicas.traits.has_drawn
@@ -84,3 +87,19 @@ def test_replicas_in_line_run_one_by_one_and_take_no_turns() -> None:
     replicas = ReplicaSet(nn.Identity(), CPUS, execution="inline")
     assert replicas.order.runs_one_by_one("step")
     assert not replicas.order.takes_turns("step")
+
+
+@needs_devices
+@pytest.mark.parametrize(("places", "in_turns"), [((0, 0), True), ((0, 1), False)])
+def test_replicas_that_draw_from_the_generator_of_a_device_take_turns(places: tuple[int, ...], in_turns: bool) -> None:
+    """Another lane moves it on between the state that a checkpointed block keeps and its draws: masks would differ."""
+    devices = [sim_device(index) for index in places]
+    replicas = ReplicaSet(nn.Dropout().to(devices[0]), devices, execution="threads")
+    slices = replicas.slices(torch.ones(4, 2))
+    with pytest.warns(UserWarning, match="draws random numbers from a generator") if in_turns else nullcontext():
+        replicas.run("step", slices, lambda part: part.replica.module(part.batch.to(part.replica.device)))
+    assert replicas.order.takes_turns("step") is in_turns
+    assert replicas.order.takes_turns("backward"), "it may recompute, and was not seen yet"
+    replicas.run("backward", slices, lambda part: part.batch + 1)
+    assert replicas.order.takes_turns("backward") is in_turns
+    replicas.close()

@@ -159,7 +159,7 @@ def test_after_every_batch_they_are_those_of_one_device(
     hardware: str, own: Any, num_devices: int, kind: type[Model]
 ) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The training_step draws random numbers on the CPU")
+        warnings.filterwarnings("ignore", message="The training_step draws random numbers from a generator")
         ours = fitted(kind, strategy=dpx.DPXStrategy(**own), devices=num_devices, accelerator=hardware)
     torch.testing.assert_close(torch.tensor(ours.figures), torch.tensor(fitted(kind).figures))
 
