@@ -55,6 +55,14 @@ def test_an_unknown_task_is_refused_with_those_there_are(tmp_path: Path) -> None
         run_tasks([_PASSES], tmp_path, "sim", minutes=1, only=["pass"])
 
 
+def test_every_file_with_tests_for_a_gpu_is_run() -> None:
+    root = Path(__file__).parents[2]
+    texts = {path: path.read_text() for path in root.glob("tests/**/*.py") if path != Path(__file__)}
+    marked = {str(path.relative_to(root)) for path, text in texts.items() if "mark.gpu" in text}
+    (task,) = (task for task in TASKS if task.name == "marked_tests")
+    assert {part for part in task.command if part.endswith(".py")} == marked
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 def test_every_task_passes_on_simulated_devices(tmp_path: Path) -> None:
