@@ -1,5 +1,6 @@
 """A tensor that is offloaded: its values are on another device until they are fetched."""
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -7,6 +8,8 @@ import torch
 
 from lightning_dpx.devices.identity import is_host
 from lightning_dpx.devices.links import moved
+
+_LOADED = 16  # bytes that kernels load at once
 
 
 @cache
@@ -38,7 +41,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 def _strides_with_small_gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides by which kernels loop as over ``tensor``, without the memory between its elements.
 
-    rows of 64 in a storage of rows of 512: (512, 1) --> (65, 1), and dims without a gap have none here
+    float32 in rows of 64 in a storage of rows of 512: (512, 1) --> (68, 1), and dims without a gap have none here
 
     Returns:
         ``None`` where one place of memory may be more than one element, as in windows that overlap.
@@ -52,8 +55,10 @@ def _strides_with_small_gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
             continue
         if stride <= reach:
             return None
-        # Loops over dims without a gap are one loop, so a gap must stay one, be it of one element.
-        strides[dim] = found_whole if stride == whole else found_whole + 1
+        # Loops over dims without a gap are one loop, so a gap must stay one, be it of one element; or of as many as
+        # keep rows aligned that were, since kernels of attention load 16 bytes at a time and take no others.
+        aligned = math.gcd(stride, max(1, _LOADED // tensor.element_size()))
+        strides[dim] = found_whole if stride == whole else (found_whole // aligned + 1) * aligned
         reach += (size - 1) * stride
         whole = size * stride
         found_whole = size * strides[dim]
@@ -64,8 +69,8 @@ class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
     On CUDA they go there beside what the device computes; the tensor itself stays until :meth:`free_original`. They lie
-    there side by side. What is fetched has gaps where the original has them, of one element, as a kernel may round by
-    them: on a CPU an exponential is computed in another way for elements that are apart.
+    there side by side. What is fetched has gaps where the original has them, of a few elements, as a kernel may round
+    by them: on a CPU an exponential is computed in another way for elements that are apart.
 
     Args:
         tensor: Where it is now is where it comes back to. It must not be written to before :meth:`free_original`.

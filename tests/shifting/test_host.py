@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_dpx as dpx
 from tests.conftest import SIMULATED
@@ -153,3 +154,37 @@ def test_offloaded_values_hold_while_the_device_lags_far_behind_the_host(home: t
         for layer in model.layers:
             layer.register_forward_hook(lag)
         assert all(map(torch.equal, gradients(model, (ROWS[home.type], WIDTH), home, 1), expected))
+
+
+class PackedAttention(nn.Module):
+    """Its queries, keys and values lie in one tensor, with gaps between their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(256, 768)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (part.unflatten(-1, (4, 64)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        pytest.param("sim:0", SDPBackend.MATH, marks=pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)),
+        pytest.param("cuda:0", SDPBackend.FLASH_ATTENTION, marks=MARKS),
+        pytest.param("cuda:0", SDPBackend.EFFICIENT_ATTENTION, marks=MARKS),
+    ],
+)
+def test_fused_attention_takes_what_comes_back(kind: str, backend: SDPBackend) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 256), PackedAttention(), nn.Linear(256, 3)).bfloat16().to(kind)
+    offloaded = copy.deepcopy(plain)
+    dpx.offload_activations(offloaded, ["1"], HOST)
+    rows = torch.randn(2, 128, 256, dtype=torch.bfloat16).to(kind)
+    with sdpa_kernel(backend):
+        for model in (plain, offloaded):
+            model(rows).float().square().sum().backward()
+    for ours, expected in zip(offloaded.parameters(), plain.parameters(), strict=True):
+        # Fused attention adds up in any order.
+        assert (ours.grad - expected.grad).norm() <= 0.05 * expected.grad.norm()
