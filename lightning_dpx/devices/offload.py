@@ -65,6 +65,16 @@ def _strides_with_small_gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(strides)
 
 
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its elements, in whichever order of dims, do not lie side by side."""
+    whole = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != whole:
+            return True
+        whole *= size
+    return False
+
+
 class OffloadedTensor:
     """The values of a tensor, on another device until they are fetched; what CUDA leaves on the host is pinned.
 
@@ -83,7 +93,8 @@ class OffloadedTensor:
         self._original: torch.Tensor | None = tensor
         self._copied: torch.cuda.Event | None = None
         # Ragged tensors have no strides, and those of a class of their own are made anew by nothing but a move.
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_quantized)
+        has_strides = not (tensor.is_nested or tensor.is_quantized)
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_strides
         unique = _without_repeats(tensor) if is_plain else tensor
         self._size = tensor.size() if unique is not tensor else None
         # Nothing can be written to windows that overlap, so they come back side by side.
@@ -98,8 +109,12 @@ class OffloadedTensor:
         side.wait_stream(self._sender)
         with torch.cuda.stream(side):
             if is_host(device):
-                # Only with pinned memory does CUDA copy to the host while it computes.
-                pinned = torch.empty_like(unique, device=device, pin_memory=True)
+                # Only with pinned memory does CUDA copy to the host while it computes. What has gaps it copies to the
+                # plain order of dims alone, and to all others through pageable memory.
+                order = torch.preserve_format
+                if has_strides and _has_gaps(unique):
+                    order = torch.contiguous_format
+                pinned = torch.empty_like(unique, device=device, pin_memory=True, memory_format=order)
                 self._values = pinned.copy_(unique, non_blocking=True)
             else:
                 self._values = moved(unique, device)

@@ -85,7 +85,9 @@ def streams(monkeypatch: Any) -> Iterator[Streams]:
     pinned = torch.empty_like
 
     def empty_like(tensor: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        found.asked.append(f"empty on {torch.device(options['device']).type}{', pinned' if pin_memory else ''}")
+        kind = ", pinned" if pin_memory else ""
+        kind += ", in plain order" if options.get("memory_format") is torch.contiguous_format else ""
+        found.asked.append(f"empty on {torch.device(options['device']).type}{kind}")
         return pinned(tensor, **options)
 
     def copy_(tensor: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
@@ -115,6 +117,40 @@ def test_a_tensor_leaves_and_comes_back_beside_the_computation_and_nobody_reads_
     streams.asked.clear()
     offloaded.release()
     assert streams.asked == ["main waits for back event 0"], "the next owner of the memory writes after the copy"
+
+
+@pytest.mark.parametrize(
+    ("view", "order"),
+    [
+        (lambda packed: packed.transpose(1, 2), ""),
+        (lambda packed: packed.narrow(2, 0, 2).transpose(1, 2), ", in plain order"),
+        (lambda packed: packed.unflatten(-1, (8, 2)).select(-1, 0), ", in plain order"),
+    ],
+    ids=["transposed", "packed", "every other"],
+)
+def test_what_has_gaps_is_pinned_in_the_order_that_cuda_copies_to(streams: Streams, view: Any, order: str) -> None:
+    """To another order it copies by way of pageable memory, and the host waits for it."""
+    kept = OffloadedTensor(view(torch.empty(2, 8, 4, 16, device=HERE)), HOST)
+    assert f"empty on cpu, pinned{order}" in streams.asked
+    kept.release()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
+def test_the_host_goes_on_while_a_view_leaves(device: str) -> None:
+    views = torch.randn(64, 128, 768, device=device).split(256, -1)
+    parts = [view.unflatten(-1, (4, 64)).transpose(1, 2) for view in views]
+    expected = [part.cpu() for part in parts]
+    warm = [OffloadedTensor(part, HOST) for part in parts]
+    torch.cuda.synchronize()
+    del warm  # pinned memory is there from now on
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    busy = torch.cuda.Event()
+    busy.record()
+    kept = [OffloadedTensor(part, HOST) for part in parts]
+    assert not busy.query(), "the host has waited for the device"
+    for one, values in zip(kept, expected, strict=True):
+        assert torch.equal(one.fetch().cpu(), values)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
