@@ -39,7 +39,8 @@ class NCCLReducer(GradientReducer):
             buckets = self._buckets(lists, indices)
             nccl.reduce(buckets, output=buckets[target], root=target)  # type: ignore[no-untyped-call]
             # NCCL has written into the owner's bucket, in the dtype that travelled.
-            unflatten_into(buckets[target].to(lists[target][indices[0]].dtype), lists[target], indices, result)
+            own = lists[target]
+            unflatten_into(_arrived(buckets[target], own[indices[0]].dtype), own, indices, result)
         return result
 
     def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
@@ -48,14 +49,24 @@ class NCCLReducer(GradientReducer):
             buckets = self._buckets(lists, indices)
             nccl.all_reduce(buckets)  # type: ignore[no-untyped-call]
             for bucket, row, result in zip(buckets, lists, spread, strict=True):
-                unflatten_into(bucket.to(row[indices[0]].dtype), row, indices, result)
+                unflatten_into(_arrived(bucket, row[indices[0]].dtype), row, indices, result)
         return spread
 
     def _buckets(self, lists: Sequence[Dense], indices: Sequence[int]) -> Dense:
         buckets = flatten_each(lists, indices)
         wire = self.communication_dtype
         dtype = buckets[0].dtype
+        if dtype.is_complex:
+            # NCCL has no complex numbers, and sums their parts as well.
+            return [torch.view_as_real(bucket.resolve_conj()).view(-1) for bucket in buckets]
         # Integers are counts, and complex numbers have no narrower kind: only floats travel in fewer bits.
         if wire is None or not dtype.is_floating_point or wire.itemsize >= dtype.itemsize:
             return buckets
         return [bucket.to(wire) for bucket in buckets]
+
+
+def _arrived(bucket: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What NCCL has summed, in the dtype that it had."""
+    if dtype.is_complex:
+        return torch.view_as_complex(bucket.view(-1, 2))
+    return bucket.to(dtype)

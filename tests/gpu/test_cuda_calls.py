@@ -345,19 +345,45 @@ def test_the_capacity_of_a_device_is_its_memory(kind: str) -> None:
     assert 0 <= found.others <= found.total
 
 
-def test_nccl_is_given_one_pack_per_device_and_the_owner_as_root(monkeypatch: Any) -> None:
-    roots = []
+def _sum_into(packs: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    total = torch.stack(packs).sum(0)
+    for target in targets:
+        assert not target.is_complex(), "NCCL has no type for it"
+        target.copy_(total)
+
+
+@pytest.fixture
+def roots(monkeypatch: Any) -> list[int]:
+    """NCCL between tensors of the host; the roots of its reductions."""
+    found = []
 
     def reduce(packs: list[torch.Tensor], *, output: torch.Tensor, root: int) -> None:
-        roots.append(root)
+        found.append(root)
         assert output is packs[root]
-        output.copy_(torch.stack(packs).sum(0))
+        _sum_into(packs, [output])
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "reduce", reduce)
+    monkeypatch.setattr(nccl, "all_reduce", lambda packs: _sum_into(packs, packs))
+    return found
+
+
+def test_nccl_is_given_one_pack_per_device_and_the_owner_as_root(roots: list[int]) -> None:
     reducer = make_reducer("nccl", [torch.device("cuda", index) for index in range(2)])
     lists = [[torch.ones(2), torch.ones(3)], [2 * torch.ones(2), 3 * torch.ones(3)]]
     summed = reducer.reduce(lists, owners=[0, 1])
     assert sorted(roots) == [0, 1]
     assert torch.equal(summed[0], 3 * torch.ones(2))
     assert torch.equal(summed[1], 4 * torch.ones(3))
+
+
+def test_nccl_sums_complex_numbers_as_their_parts(roots: list[int]) -> None:
+    reducer = make_reducer("nccl", [torch.device("cuda", index) for index in range(2)])
+
+    def lists() -> list[list[torch.Tensor]]:
+        return [[torch.full((2, 3), k + 1j), torch.full((1,), 1 - k * 1j).conj(), torch.ones(2)] for k in (1, 2)]
+
+    for found in (reducer.reduce(lists(), owners=[0, 0, 0]), *reducer.all_reduce(lists())):
+        assert torch.equal(found[0], torch.full((2, 3), 3 + 2j))
+        assert torch.equal(found[1], torch.full((1,), 2 + 3j))
+        assert torch.equal(found[2], 2 * torch.ones(2))
