@@ -1,5 +1,6 @@
 """NCCL between the CUDA devices of one process."""
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,10 @@ from lightning_dpx.devices import has_nccl
 from lightning_dpx.errors import ConfigurationError
 from lightning_dpx.reducers.base import Dense, GradientReducer, register_reducer
 from lightning_dpx.reducers.buckets import alike, flatten_each, unflatten_into
+
+# Autograd's threads reduce while backward runs, and nobody guards torch's communicators: two reductions that are queued
+# in one order on one device and in another on the next wait for each other.
+_one_at_a_time = threading.Lock()
 
 
 @register_reducer("nccl")
@@ -37,7 +42,8 @@ class NCCLReducer(GradientReducer):
         for indices in alike(lists[0], targets):
             target = targets[indices[0]]
             buckets = self._buckets(lists, indices)
-            nccl.reduce(buckets, output=buckets[target], root=target)  # type: ignore[no-untyped-call]
+            with _one_at_a_time:
+                nccl.reduce(buckets, output=buckets[target], root=target)  # type: ignore[no-untyped-call]
             # NCCL has written into the owner's bucket, in the dtype that travelled.
             own = lists[target]
             unflatten_into(_arrived(buckets[target], own[indices[0]].dtype), own, indices, result)
@@ -47,7 +53,8 @@ class NCCLReducer(GradientReducer):
         spread: list[Dense] = [list(row) for row in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
             buckets = self._buckets(lists, indices)
-            nccl.all_reduce(buckets)  # type: ignore[no-untyped-call]
+            with _one_at_a_time:
+                nccl.all_reduce(buckets)  # type: ignore[no-untyped-call]
             for bucket, row, result in zip(buckets, lists, spread, strict=True):
                 unflatten_into(_arrived(bucket, row[indices[0]].dtype), row, indices, result)
         return spread

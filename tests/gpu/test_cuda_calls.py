@@ -2,8 +2,9 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -387,3 +388,28 @@ def test_nccl_sums_complex_numbers_as_their_parts(roots: list[int]) -> None:
         assert torch.equal(found[0], torch.full((2, 3), 3 + 2j))
         assert torch.equal(found[1], torch.full((1,), 2 + 3j))
         assert torch.equal(found[2], 2 * torch.ones(2))
+
+
+@pytest.mark.parametrize("one", ["reduce", "all_reduce"])
+@pytest.mark.parametrize("other", ["reduce", "all_reduce"])
+def test_threads_give_nccl_one_reduction_at_a_time(roots: list[int], monkeypatch: Any, one: str, other: str) -> None:
+    """Else it may be queued before another one on one device, and after that on the next, which hangs."""
+    meeting = threading.Barrier(2, timeout=0.3)
+    met = []
+
+    def call(*_args: Any, **_options: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait()
+            met.append(True)
+
+    monkeypatch.setattr(nccl, "reduce", call)
+    monkeypatch.setattr(nccl, "all_reduce", call)
+    reducers = [make_reducer("nccl", [torch.device("cuda", index) for index in range(2)]) for _ in range(2)]
+    threads = []
+    for reducer, name in zip(reducers, (one, other), strict=True):
+        threads.append(threading.Thread(target=getattr(reducer, name), args=([[torch.ones(2)], [torch.ones(2)]],)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met
