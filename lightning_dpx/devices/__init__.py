@@ -42,7 +42,7 @@ from lightning_dpx.devices.memory import (
 )
 from lightning_dpx.devices.offload import OffloadedTensor
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
-from lightning_dpx.devices.streams import chosen_streams
+from lightning_dpx.devices.streams import chosen_streams, stream_context
 from lightning_dpx.devices.timing import Stopwatch, clock_of, counts_by_its_clock, is_modelled, modelled_rates
 from lightning_dpx.devices.workspaces import keeps_workspaces, take_workspaces
 
@@ -88,6 +88,7 @@ __all__ = [
     "reset_peak_memory",
     "seed_apart",
     "spare_devices",
+    "stream_context",
     "synchronize",
     "take_workspaces",
     "wire_device",

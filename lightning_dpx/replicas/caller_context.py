@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_dpx.devices import autocast_types, chosen_streams
+from lightning_dpx.devices import autocast_types, chosen_streams, stream_context
 from lightning_dpx.replicas.executor import Task, TaskResult
 from lightning_dpx.torch_compat import (
     DeviceContext,
@@ -105,7 +105,7 @@ class CallerContext:
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             for stream in self.streams:
-                stack.enter_context(stream)
+                stack.enter_context(stream_context(stream))
             # The thread may be the caller itself.
             here = _modes_in_force()
             for mode in self.modes:

@@ -111,6 +111,7 @@ class SimStream:
 
     def __init__(self, device: Any = None, **_: object) -> None:
         self.device = device
+        self.stream_id = 0  # that of a default stream
 
     def wait_event(self, event: object) -> None:
         """Nothing is pending."""

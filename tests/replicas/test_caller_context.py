@@ -1,6 +1,9 @@
 """What torch keeps for each thread is that of the caller wherever a task runs."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,24 +79,30 @@ def test_a_default_device_is_none_that_watches_and_none_without_an_index() -> No
             assert watching_modes() == []
 
 
-class _Stream:
-    """Notes when it is current."""
+class _DeviceModule:
+    """Notes which of its streams are current; that of the first device is its default one."""
 
-    def __init__(self, number: int, entered: list[str]) -> None:
-        self.stream_id = number
+    def __init__(self, entered: list[str]) -> None:
         self._entered = entered
 
-    def __enter__(self) -> None:
-        self._entered.append(f"stream {self.stream_id}")
+    def current_device(self) -> int:
+        return 0
 
-    def __exit__(self, *raised: object) -> None:
-        self._entered.append(f"no stream {self.stream_id}")
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(stream_id=7 * device.index, device=device)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        self._entered.append(f"stream {stream.stream_id}")
+        yield
+        self._entered.append(f"no stream {stream.stream_id}")
 
 
 def test_streams_that_the_caller_chose_are_current_in_the_task(executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a type that is not what torch takes for the accelerator, as beside simulated devices."""
     entered: list[str] = []
-    streams = {0: _Stream(0, entered), 1: _Stream(7, entered)}
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams[device.index])
+    module = _DeviceModule(entered)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     context = CallerContext.capture([CPU, torch.device("xpu", 0), torch.device("xpu", 1)])
     with context.entered():
         entered.append("the task")
