@@ -13,6 +13,8 @@ import torch
 
 # On Linux and elsewhere. By the first of them Lightning's tuner knows it as well.
 _OF_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_CODE_OF_CUDA = 2  # cudaErrorMemoryAllocation, after which a device goes on
+_TEXT_OF_CUDA = "CUDA error: out of memory"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -21,6 +23,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, had no room."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    if isinstance(error, torch.AcceleratorError):
+        # Pinned memory is the host's, but CUDA's to give.
+        return getattr(error, "error_code", None) == _CODE_OF_CUDA or str(error).startswith(_TEXT_OF_CUDA)
     # Other errors of the same allocator have other texts.
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_HOST)
 

@@ -21,12 +21,14 @@ def annotate(error: BaseException, module: nn.Module, device: torch.device, firs
         error.add_note(f"The first module whose output held a NaN was {first_nan.path}.")
     if path := _module_path(error, module):
         error.add_note(f"In module {path}.")
-    if isinstance(error, torch.AcceleratorError):
+    is_full = is_out_of_memory(error)
+    # Memory that runs out is no end of a device.
+    if isinstance(error, torch.AcceleratorError) and not is_full:
         error.add_note(
             f"After such an error {device} is lost to this process, and so is what it held: nothing was saved from it. "
             "Start a new process and resume from the last checkpoint file."
         )
-    if is_out_of_memory(error):
+    if is_full:
         held, peak = allocated_and_peak(device)
         total = capacity_of(device).total
         limit = f" of {total / MIB:.1f}" if total else ""

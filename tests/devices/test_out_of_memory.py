@@ -38,6 +38,20 @@ def test_the_hosts_error_is_known_by_its_text() -> None:
     assert not is_out_of_memory(ValueError("DefaultCPUAllocator: can't allocate memory"))
 
 
+def test_cudas_error_where_pinned_memory_runs_out_is_known_by_its_code_or_its_text() -> None:
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"))
+    coded = torch.AcceleratorError("another text")
+    assert not is_out_of_memory(coded)
+    coded.error_code = 2
+    assert is_out_of_memory(coded)
+
+    def pin() -> None:
+        raise coded
+
+    with pytest.raises(torch.OutOfMemoryError, match="another text"):
+        raises_out_of_memory(pin)()
+
+
 def test_it_gets_the_type_of_other_devices_and_holds_nothing_that_does_not_fit() -> None:
     seen: list[weakref.ref[Any]] = []
 

@@ -21,6 +21,7 @@ from lightning_dpx.devices import (
     capacity_of,
     free_bytes,
     is_host,
+    is_out_of_memory,
     linked_groups,
     memory,
     num_direct_links,
@@ -367,6 +368,14 @@ def roots(monkeypatch: Any) -> list[int]:
     monkeypatch.setattr(nccl, "reduce", reduce)
     monkeypatch.setattr(nccl, "all_reduce", lambda packs: _sum_into(packs, packs))
     return found
+
+
+@pytest.mark.parametrize("kind", [pytest.param("cuda", marks=needs_gpu)])
+def test_pinned_memory_that_runs_out_is_no_end_of_the_device(kind: str) -> None:
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(2**44, dtype=torch.uint8, pin_memory=True)
+    assert is_out_of_memory(failed.value)
+    assert torch.ones(3, device=kind).sum().item() == 3
 
 
 def test_nccl_is_given_one_pack_per_device_and_the_owner_as_root(roots: list[int]) -> None:

@@ -45,6 +45,11 @@ def test_a_lost_device_is_said_to_be_lost() -> None:
     assert "cpu is lost to this process" in notes_of(torch.AcceleratorError("assert"))[1]
 
 
+def test_a_device_that_has_no_pinned_memory_left_is_not_lost() -> None:
+    _, held = notes_of(torch.AcceleratorError("CUDA error: out of memory"))
+    assert held.startswith("cpu held ")
+
+
 def test_the_first_module_that_made_a_nan_is_remembered() -> None:
     class Divides(nn.Module):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
