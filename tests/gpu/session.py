@@ -15,6 +15,7 @@ import argparse
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -171,12 +172,16 @@ def _run(task: Task, device: str, out: Path, seconds: float) -> dict[str, Any]:
     start = time.monotonic()
     with open(logs / f"{task.name}.log", "wb") as log:
         command = _command(task, device, out)
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment(task, device))
+        # A group of its own, so that it is stopped with all processes that it has started; not a session, which would
+        # outlive this one where that is stopped.
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=_environment(task, device), process_group=0
+        )
         try:
             status = process.wait(timeout=seconds)
             end = "passed" if status == 0 else f"exit status {status}"
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             end = f"stopped after {seconds:.0f} s"
     entry: dict[str, Any] = {"end": end, "seconds": round(time.monotonic() - start, 1)}

@@ -1,6 +1,8 @@
 """The script for a machine with a GPU goes on after a failure, keeps what it found, and repeats only what failed."""
 
 import json
+import os
+import select
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,24 @@ def test_it_goes_on_after_a_failure_and_then_repeats_only_that(tmp_path: Path, c
     again = run_tasks([_FAILS, _PASSES], tmp_path, "sim", minutes=5)
     assert again["passes"] == summary["passes"], "it has passed before"
     assert capsys.readouterr().out.split()[0] == "fails"
+
+
+def test_a_task_is_stopped_with_all_processes_that_it_has_started(tmp_path: Path) -> None:
+    """Else one of them would hold the device for all tasks to come."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    child = f"f = open({str(pipe)!r}, 'w'); import time; time.sleep(600)"
+    text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    task = Task("starts_another", command=("-c", text), seconds=3)
+    # Without waiting for a writer, which the task starts.
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        run_tasks([task], tmp_path / "out", "sim", 5)
+        readable, _, _ = select.select([end], [], [], 30)
+        assert readable, "the last writer has not ended"
+        assert os.read(end, 1) == b""
+    finally:
+        os.close(end)
 
 
 def test_what_there_is_no_time_for_is_said_to_be_open(tmp_path: Path) -> None:
