@@ -30,6 +30,7 @@ from typing import Any
 from tests.gpu.place import FIGURES, Place
 
 _PYTHON = sys.executable
+_THREADS_SIDE_BY_SIDE = "2"
 _LEAST_SECONDS = 5.0  # under which no task is begun
 
 
@@ -202,7 +203,9 @@ def _environment(task: Task, device: str) -> dict[str, str]:
     simulate = {} if device == "sim" else {"DPX_TESTS_SIMULATE": "0"}
     # Plans whose speed nobody looks at are made from fewer timed steps.
     timing = {} if task.is_timed else {"LIGHTNING_DPX_TIMING": "quick"}
-    return os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | simulate | timing
+    # Those that run side by side would each take a thread of torch for every core.
+    threads = {} if task.is_timed else {"OMP_NUM_THREADS": _THREADS_SIDE_BY_SIDE}
+    return os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | simulate | timing | threads
 
 
 def _run_here(name: str, place: Place) -> int:

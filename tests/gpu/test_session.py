@@ -51,6 +51,15 @@ def test_a_task_is_stopped_with_all_processes_that_it_has_started(tmp_path: Path
         os.close(end)
 
 
+@pytest.mark.parametrize(("is_timed", "status"), [(False, "passed"), (True, "exit status 1")])
+def test_tasks_that_run_side_by_side_share_the_cores(
+    is_timed: bool, status: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    task = Task("threads", command=("-c", "import os; assert os.environ['OMP_NUM_THREADS'] == '2'"), is_timed=is_timed)
+    assert run_tasks([task], tmp_path, "sim", minutes=5)["threads"]["end"] == status
+
+
 def test_what_there_is_no_time_for_is_said_to_be_open(tmp_path: Path) -> None:
     assert run_tasks([_PASSES], tmp_path, "sim", minutes=0) == {"passes": {"end": "not reached"}}
 
