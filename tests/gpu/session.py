@@ -3,18 +3,21 @@
     tests/gpu/run --out FOLDER                every task, on cuda:0
     tests/gpu/run --out FOLDER                once more: only what failed, or was not reached
     tests/gpu/run --out FOLDER --device sim   the same tasks, small, on simulated devices
+    tests/gpu/run --out /tmp/gpu --copies $OUT      on a machine that gives back few files, and none that is large
 
 Each task is a process of its own, so that none can spoil another, and the session goes on after a failure. Those that
 time nothing run side by side first, because the device's hours are dear; then each of the others by itself. FOLDER
 holds ``summary.json`` (per task: its end, its seconds, its figures), ``logs.tar.gz`` (what it printed) and
-``traces.tar.gz`` (allocations and kernels, for whoever corrects a planner afterwards without a GPU). All three are
-written anew after every task: a session that is cut off leaves what it had.
+``traces.tar.gz`` (allocations and kernels, for whoever corrects a planner afterwards without a GPU), beside the files
+that are packed there. All three are written anew after every task, and copied to the folder of ``--copies``: a session
+that is cut off leaves what it had. An archive is kept below 16 MiB, and the largest files are left out of it.
 """
 
 import argparse
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +34,7 @@ from tests.gpu.place import FIGURES, Place
 
 _PYTHON = sys.executable
 _THREADS_SIDE_BY_SIDE = "2"
+_LARGEST_ARCHIVE = 16 * 2**20  # bytes, of a file that the machine gives back
 _LEAST_SECONDS = 5.0  # under which no task is begun
 
 
@@ -102,16 +106,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.task is not None:
         traces = options.out / "traces" / options.task
         return _run_here(options.task, Place(options.device, traces, options.out / FIGURES.format(options.task)))
-    summary = run_tasks(TASKS, options.out, options.device, options.minutes, only=options.only)
+    summary = run_tasks(TASKS, options.out, options.device, options.minutes, only=options.only, copies=options.copies)
     failed = [name for name, entry in summary.items() if entry["end"] != "passed"]
     print(f"{len(summary) - len(failed)} of {len(summary)} passed" + (f"; not: {', '.join(failed)}" if failed else ""))
     return len(failed)
 
 
 def run_tasks(
-    tasks: Sequence[Task], out: Path, device: str, minutes: float, *, only: Sequence[str] = ()
+    tasks: Sequence[Task],
+    out: Path,
+    device: str,
+    minutes: float,
+    *,
+    only: Sequence[str] = (),
+    copies: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Runs those of ``tasks`` that have not passed before, or ``only`` these; tells how each ended.
+
+    After each of them, the summary and the archives are in ``copies``, too.
 
     Raises:
         SystemExit: ``only`` names none of them.
@@ -133,6 +145,8 @@ def run_tasks(
         if "seconds" in entry:
             print(_line(task.name, entry), flush=True)
         _write(out, summary)
+        if copies is not None:
+            _copy(out, copies)
 
     # A thread for each process, which waits for its end.
     with ThreadPoolExecutor(max(1, len(together))) as pool:
@@ -147,6 +161,7 @@ def run_tasks(
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/gpu/run", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for summary.json, logs and traces")
+    parser.add_argument("--copies", type=Path, help="folder of the summary and the archives alone, as well")
     parser.add_argument("--device", choices=["cuda", "sim"], default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="what is not begun by then is left out")
     parser.add_argument("--only", nargs="*", default=[], metavar="TASK", help="these tasks, whatever they did before")
@@ -233,9 +248,27 @@ def _write(out: Path, summary: dict[str, dict[str, Any]]) -> None:
     for folder in ("logs", "traces"):
         if (out / folder).exists():
             packed = out / f"{folder}.tar.gz.new"
-            with tarfile.open(packed, "w:gz") as archive:
-                archive.add(out / folder, folder)
+            _pack(out / folder, packed)
             packed.replace(out / f"{folder}.tar.gz")
+
+
+def _pack(folder: Path, packed: Path) -> None:
+    """An archive of all files of ``folder``, or of as many of the smaller ones as fit."""
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    while True:
+        with tarfile.open(packed, "w:gz") as archive:
+            for path in files:
+                archive.add(path, path.relative_to(folder.parent))
+        if packed.stat().st_size < _LARGEST_ARCHIVE:
+            return
+        print(f"{packed.stem} would be too large: {files.pop()} is left out", flush=True)
+
+
+def _copy(out: Path, copies: Path) -> None:
+    copies.mkdir(parents=True, exist_ok=True)
+    for name in ("summary.json", "logs.tar.gz", "traces.tar.gz"):
+        if (out / name).exists():
+            shutil.copyfile(out / name, copies / name)
 
 
 def _line(name: str, entry: dict[str, Any]) -> str:

@@ -79,6 +79,21 @@ def test_a_task_that_is_stopped_leaves_the_last_figures_that_are_whole(tmp_path:
     assert json.loads(place.figures.read_text()) == {"steps": 1}
 
 
+def test_few_files_and_no_large_ones_are_copied_after_each_task(tmp_path: Path) -> None:
+    """A machine that gives back eight files of 16 MiB at the most has no room for a log and a folder of each task."""
+    out, copies = tmp_path / "out", tmp_path / "copies"
+    traces = out / "traces" / "passes"
+    traces.mkdir(parents=True)
+    (traces / "large").write_bytes(os.urandom(17 * 2**20))
+    (traces / "small").write_bytes(b"kept")
+    run_tasks([_FAILS, _PASSES], out, "sim", minutes=5, copies=copies)
+    assert sorted(path.name for path in copies.iterdir()) == ["logs.tar.gz", "summary.json", "traces.tar.gz"]
+    with tarfile.open(copies / "traces.tar.gz") as archive:
+        assert archive.getnames() == ["traces/passes/small"]
+    with tarfile.open(copies / "logs.tar.gz") as archive:
+        assert sorted(archive.getnames()) == ["logs/fails.log", "logs/passes.log"]
+
+
 def test_an_unknown_task_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="pass: no such task; there are passes"):
         run_tasks([_PASSES], tmp_path, "sim", minutes=1, only=["pass"])
