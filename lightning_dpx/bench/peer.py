@@ -1,4 +1,4 @@
-"""One process of the reduce bench's peer: ``python -P lightning_dpx/bench/peer.py RANK WORLD PORT BACKEND``.
+"""One process of the reduce bench's peer: ``python -P lightning_dpx/bench/peer.py RANK WORLD PORT DEVICE``.
 
 For every line with a number of elements it all-reduces as many float32 in DDP's buckets and, on rank 0, prints the
 seconds as JSON.
@@ -20,8 +20,8 @@ def main() -> None:
     rank = int(sys.argv[1])
     world = int(sys.argv[2])
     port = int(sys.argv[3])
-    backend = sys.argv[4]
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device(sys.argv[4])
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = distributed.TCPStore(  # type: ignore[attr-defined]

@@ -111,9 +111,13 @@ MODELS_BY_SHAPE = {"resnet50": _resnet50, "gpt2": _gpt2}
 
 
 class _Peers:
-    """K processes that all-reduce on demand."""
+    """K processes that all-reduce on demand.
 
-    def __init__(self, world: int, backend: str) -> None:
+    Args:
+        devices: That of each process.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         with socket.socket() as probe:
             # The system names a port that is free; it is given back before the peers take it.
             probe.bind(("127.0.0.1", 0))
@@ -121,8 +125,8 @@ class _Peers:
         # As a file, which needs torch alone: importing the package for it takes three times as long.
         command = [sys.executable, "-P", str(Path(__file__).with_name("peer.py"))]
         self._children = []
-        for rank in range(world):
-            arguments = [*command, str(rank), str(world), str(port), backend]
+        for rank, device in enumerate(devices):
+            arguments = [*command, str(rank), str(len(devices)), str(port), str(device)]
             self._children.append(Child(arguments, subprocess.DEVNULL, tells=rank == 0))  # only one tells its times
         # Joining the process group takes as long as the slowest needs to start.
         self._children[0].read("ready")
@@ -159,9 +163,9 @@ def compare_reductions(
     """
     placed = present_devices(devices)
     shapes = {size: shapes_of(size) for size in sizes}  # before processes start that will not ask
-    backend = "nccl" if has_nccl(placed) else "gloo"
+    backend = "nccl" if _reach_each_other(placed) else "gloo"
     progress(f"starting {len(placed)} processes for {PEER} ({backend})")
-    peers = _Peers(len(placed), backend)
+    peers = _Peers(placed if backend == "nccl" else [torch.device("cpu")] * len(placed))
     results = []
     try:
         for size in sizes:
@@ -242,11 +246,16 @@ def _row(
     )
 
 
+def _reach_each_other(devices: Sequence[torch.device]) -> bool:
+    """Whether NCCL serves these devices; it takes none of them twice."""
+    return has_nccl(devices) and len(distinct_devices(devices)) == len(devices)
+
+
 def _possible(devices: Sequence[torch.device]) -> dict[str, GradientReducer]:
     """All modes, or one where all replicas share one memory and the modes do the same."""
     if len(distinct_devices(devices)) == 1:
         return {"dpx": make_reducer("auto", devices)}
-    return {name: make_reducer(name, devices) for name in REDUCERS if name != "nccl" or has_nccl(devices)}
+    return {name: make_reducer(name, devices) for name in REDUCERS if name != "nccl" or _reach_each_other(devices)}
 
 
 def _seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:

@@ -4,6 +4,7 @@ import math
 import pytest
 
 import lightning_dpx as dpx
+from lightning_dpx.bench import reduce
 from lightning_dpx.bench.reduce import compare_reductions, format_reductions, plot_reductions, shapes_of
 from lightning_dpx.cli import main
 from lightning_dpx.errors import BenchError
@@ -54,3 +55,13 @@ def test_several_devices_are_measured_in_every_mode(tmp_path) -> None:
     assert len(table.splitlines()) == 1 + len(results)
     plot_reductions(results, tmp_path / "reduce.svg")
     assert (tmp_path / "reduce.svg").read_text().count("<path") > 5
+
+
+@pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
+def test_nccl_is_left_out_where_a_device_comes_twice(sim, monkeypatch) -> None:
+    """It takes none of them twice, neither between processes nor within one."""
+    monkeypatch.setattr(reduce, "has_nccl", lambda devices: True)
+    told: list[str] = []
+    results = compare_reductions(["2000"], ["sim:0", "sim:0", "sim:1"], rounds=1, progress=told.append)
+    assert told[0].endswith("(gloo)")
+    assert "nccl" not in {row.mode.partition(",")[0] for row in results}
