@@ -9,6 +9,8 @@ like the rows at their places in other slices, and no others:
 
     slices of 3 and 2    a b c | a b        one device    a b c a b
 
+Rows are those of dim 0 unless runs have shown that they lie elsewhere in what is drawn (`drawn_rows.py`).
+
 The mode also keeps the shadows from writing what they share with the real module: before an operator writes a
 parameter, its values are put aside.
 """
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_dpx.devices import is_host
+from lightning_dpx.replicas.drawn_rows import DrawnRows
 from lightning_dpx.torch_compat import COLLECTIVES, TorchDispatchMode, overload_name, schema_of, tree_leaves
 
 _SEEDS = 2**31 - 1
@@ -112,8 +115,11 @@ class SameDraws(TorchDispatchMode):
     Args:
         shared: What must not be written without a copy.
         sizes: Rows of each slice, where rows of a slice draw each its own; all rows draw alike unless given.
+        rows: Shapes of what is drawn for rows that do not lie in dim 0, or not one by one.
+        parts: Into how many parts the places of a row may be divided, which lie apart; one where they are together.
 
     Attributes:
+        shapes: Of what the step drew and was made equal.
         draws: Of what the step drew and was made equal for all rows: how many numbers a row got, draw by draw. Where
             rows are counted by the last dim, they are as many as rows, and no equals.
         places: Of the same draws, for how many rows each drew by its place in a slice; 0 where all rows drew alike.
@@ -123,10 +129,13 @@ class SameDraws(TorchDispatchMode):
         dtypes: What the results of its operators are made of.
     """
 
-    def __init__(self, shared: SharedParameters, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, shared: SharedParameters, sizes: Sequence[int] = (), rows: Sequence[DrawnRows] = (), parts: int = 1
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = shared
-        self._pattern = _Pattern(sizes)
+        self._pattern = _Pattern(sizes, rows, parts)
+        self.shapes: list[tuple[int, ...]] = []
         self.draws: list[int] = []
         self.places: list[int] = []
         self.on_host: list[Draw] = []
@@ -173,8 +182,10 @@ class SameDraws(TorchDispatchMode):
         # native_dropout also returns its mask.
         drawn = result[0] if isinstance(result, tuple) else result
         self._note_draw(func, [drawn] if isinstance(drawn, torch.Tensor) else [])
-        self.draws.append(math.prod(_shape_of_pattern(drawn)))
-        self.places.append(len(self._pattern.places_of(drawn)))
+        layout = self._pattern.layout_of(drawn)
+        self.shapes.append(tuple(drawn.shape))
+        self.draws.append(layout.numbers_per_row)
+        self.places.append(layout.num_rows)
         return result
 
     def _note_draw(self, func: Any, drawn: Iterable[torch.Tensor]) -> None:
@@ -209,45 +220,88 @@ def has_dropout_off(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+class _Layout(NamedTuple):
+    """How the numbers of a draw are made from fewer ones.
+
+    Attributes:
+        shape: Of those, which are expanded.
+        dim: In which each row draws by its place.
+        chosen: In that dim, which of the fewer numbers come where; empty where all rows draw alike.
+        num_rows: That draw by their places; 0 where all draw alike.
+        numbers_per_row: How many a row gets.
+    """
+
+    shape: list[int]
+    dim: int
+    chosen: list[int]
+    num_rows: int
+    numbers_per_row: int
+
+
 class _Pattern:
     """Writes numbers that depend on the last dim only, or on a row's place in its slice as well.
 
     Args:
         sizes: As of :class:`SameDraws`.
+        rows: Likewise.
+        parts: Likewise.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        # By the size of dim 0 alone, whichever run asks: what has as many rows by chance is the same in all runs.
+    def __init__(self, sizes: Sequence[int], rows: Sequence[DrawnRows], parts: int) -> None:
+        # By the number of rows alone, whichever run asks: what has as many rows by chance is the same in all runs.
         self._places = {size: list(range(size)) for size in sizes}
         self._places[sum(sizes)] = [place for size in sizes for place in range(size)]
         self._num_places = max(sizes, default=1)
+        self._rows = rows
+        self._parts = parts
+        self._are_alike = not sizes
 
     def write(self, target: torch.Tensor, fill: Callable[[torch.Tensor, torch.Generator], Any]) -> torch.Tensor:
         """Writes them into ``target``; one number where it has one dim and rows draw alike."""
         # Seeded from the generator that activation checkpointing puts back, so that recomputing draws the same numbers.
         generator = torch.Generator().manual_seed(int(torch.randint(_SEEDS, ())))
-        shape = _shape_of_pattern(target)
-        places = self.places_of(target)
-        if places:
-            shape[0] = self._num_places
-        small = torch.empty(shape, dtype=target.dtype)
+        layout = self.layout_of(target)
+        small = torch.empty(layout.shape, dtype=target.dtype)
         fill(small, generator)
-        if places:
-            small = small[places]
+        if layout.chosen:
+            small = small.index_select(layout.dim, torch.tensor(layout.chosen))
         return target.copy_(small.expand_as(target))
 
-    def places_of(self, target: torch.Tensor) -> list[int]:
-        """The place of every row in its slice; none where all rows of ``target`` draw alike."""
-        return self._places.get(target.shape[0], []) if target.ndim else []
+    def layout_of(self, target: torch.Tensor) -> _Layout:
+        """How its numbers are made."""
+        found, num_rows = self._rows_of(target)
+        # Rows are alike in their own dim. A dim of size 1 could tell nothing apart, nor one of steps before the rows
+        # unless it is the only one.
+        dims = [dim for dim in range(target.ndim) if dim != found.dim and target.shape[dim] > 1]
+        shape = [1] * target.ndim
+        if dims:
+            shape[dims[-1]] = target.shape[dims[-1]]
+        alike = math.prod(shape)
+        places = self._places.get(num_rows, [])
+        if not places:
+            return _Layout(shape, found.dim, [], 0, alike)
+        shape[found.dim] = self._num_places * found.per_row
+        index = self._index_of(found.per_row, places)
+        return _Layout(shape, found.dim, index, num_rows, alike * found.per_row)
 
+    def _rows_of(self, target: torch.Tensor) -> tuple[DrawnRows, int]:
+        """Where the rows of ``target`` lie, and how many it has."""
+        for one in self._rows:
+            num_rows = one.num_rows(target.shape)
+            if num_rows and (self._are_alike or num_rows in self._places):
+                return one, num_rows
+        return DrawnRows(tuple(target.shape), 0, 1), target.shape[0] if target.ndim else 0
 
-def _shape_of_pattern(target: torch.Tensor) -> list[int]:
-    # Dim 0 is that of the rows, in which all are alike. A dim of size 1 could tell nothing apart.
-    dims = [dim for dim in range(1, target.ndim) if target.shape[dim] > 1]
-    shape = [1] * target.ndim
-    if dims:
-        shape[dims[-1]] = target.shape[dims[-1]]
-    return shape
+    def _index_of(self, per_row: int, places: list[int]) -> list[int]:
+        """Which number comes where: every row has those of its place, wherever they lie."""
+        parts = math.gcd(self._parts, per_row)
+        inner = per_row // parts
+        index: list[int] = []
+        for part in range(parts):
+            for place in places:
+                first = place * per_row + part * inner
+                index += range(first, first + inner)
+        return index
 
 
 def _in_place(pattern: _Pattern, func: Any, args: Any, kwargs: Any) -> torch.Tensor:

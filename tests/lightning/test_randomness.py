@@ -450,3 +450,70 @@ def test_what_is_drawn_for_a_part_of_the_rows_is_no_difference(options: dict[str
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="dpx: .* is not what it is on one device")
         trainer.fit(NoiseForSomeRows(), make_loader(106), make_loader(53))
+
+
+class MasksTokens(Classifier):
+    """Draws which tokens of its rows count, of all of them in one dim, or with the time first.
+
+    Args:
+        kind: Of them.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        num_rows, num_tokens = len(rows), 5
+        # Of one row all tokens have another loss.
+        steps = torch.arange(1.0, num_tokens + 1, device=self.device)
+        losses = F.cross_entropy(
+            self.net(rows[:, None] * steps[:, None]).flatten(0, 1),
+            labels.repeat_interleave(num_tokens),
+            reduction="none",
+        )
+        by_row = losses.view(num_rows, num_tokens)
+        match self.kind:
+            case "flattened":
+                is_masked = torch.rand(num_rows * num_tokens, device=self.device) < 0.4
+                return losses[is_masked].mean()
+            case "time first":
+                is_masked = torch.rand(num_tokens, num_rows, device=self.device) < 0.4
+                return by_row.T[is_masked].mean()
+            case "weights of flattened rows":
+                weights = torch.rand(num_rows * num_tokens, 1, device=self.device)[:, 0]
+                return (losses * weights).mean()
+            case "weights of time first":
+                weights = torch.rand(num_tokens, num_rows, device=self.device)
+                return (by_row.T * weights).mean()
+            case "flattened weights of time first":
+                weights = torch.rand(num_tokens * num_rows, device=self.device)
+                return (by_row.T.flatten() * weights).mean()
+        # Of two views one after the other, each of which is flattened.
+        weights = torch.rand(2 * num_rows * num_tokens, device=self.device)
+        first, second = weights.view(2, -1)
+        return (losses * first * second).mean()
+
+
+@pytest.mark.parametrize("kind", ["flattened", "time first"])
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
+def test_a_mean_over_what_tokens_draw_is_told(kind: str, options: dict[str, Any]) -> None:
+    seed_everything(11, verbose=False)
+    strategy = DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
+    trainer = make_trainer(strategy=strategy, devices=options["devices"])
+    with pytest.warns(UserWarning, match="the loss is .* on one device"):
+        trainer.fit(MasksTokens(kind), make_loader(53), make_loader(53))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["weights of flattened rows", "weights of time first", "flattened weights of time first", "weights of two views"],
+)
+def test_what_tokens_draw_for_their_row_alone_is_as_on_one_device(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    seed_everything(3, verbose=False)
+    trainer = make_trainer(max_epochs=1, strategy=DPXStrategy(execution="inline"), devices=2)
+    with warnings.catch_warnings(), caplog.at_level("INFO"):
+        warnings.filterwarnings("error", message="dpx: .* is not what it is on one device")
+        trainer.fit(MasksTokens(kind), make_loader(53), make_loader(53))
+    assert re.search("checked on .* loss, .* as on one device .*training_step", caplog.text)

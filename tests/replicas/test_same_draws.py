@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lightning_dpx.replicas.drawn_rows import DrawnRows
 from lightning_dpx.replicas.same_draws import Draw, SameDraws, SharedParameters
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -85,6 +86,44 @@ def test_what_is_no_row_draws_alike_in_all_slices() -> None:
             with SameDraws(nothing_shared(), (3, 2)):
                 found.append(torch.rand(size))
         assert all(torch.equal(one, found[0]) for one in found)
+
+
+# How rows of five steps are drawn for, and how what was drawn has its rows first again.
+LAYOUTS: dict[str, tuple[DrawnRows, int, Callable[[int], tuple[int, ...]], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "time first": (DrawnRows((5, 0), 1, 1), 1, lambda rows: (5, rows), lambda drawn: drawn.T),
+    "flattened": (DrawnRows((0,), 0, 5), 1, lambda rows: (rows * 5,), lambda drawn: drawn.view(-1, 5)),
+    "flattened, time first": (DrawnRows((0,), 0, 5), 5, lambda rows: (5 * rows,), lambda drawn: drawn.view(5, -1).T),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_draw_by_their_place_wherever_they_lie(name: str) -> None:
+    rows, parts, shape, rows_first = LAYOUTS[name]
+    sizes = (3, 2)
+    found = []
+    for num_rows in (sum(sizes), *sizes):
+        torch.manual_seed(0)
+        with SameDraws(nothing_shared(), sizes, [rows], parts) as mode:
+            found.append(rows_first(torch.rand(shape(num_rows))))
+        assert mode.places == [num_rows]
+        assert mode.draws == [5]
+    whole, *slices = found
+    assert torch.equal(whole, torch.cat(slices))
+    assert slices[0].unique().numel() == 15, "each draws its own"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_draw_alike_wherever_they_lie(name: str) -> None:
+    rows, _, shape, rows_first = LAYOUTS[name]
+    found = []
+    for num_rows in (5, 3):
+        torch.manual_seed(0)
+        with SameDraws(nothing_shared(), (), [rows]) as mode:
+            found.append(rows_first(torch.rand(shape(num_rows))))
+        assert mode.places == [0]
+    whole, part = found
+    assert bool((whole == whole[0]).all())
+    assert torch.equal(whole[:3], part)
 
 
 def test_dropout_of_few_features_never_drops_all_of_them() -> None:

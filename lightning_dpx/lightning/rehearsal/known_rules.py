@@ -122,6 +122,7 @@ class KnownRules:
             same_batch_sizes=judge.same_batch_sizes,
             metrics_give_slices=judge.metrics_give_slices,
             draws_once=judge.draws_once,
+            drawn_rows=judge.drawn_rows,
             draws=before.draws or judge.draws,
             writes_batch=before.writes_batch or judge.writes_batch,
             drops_gradients=before.drops_gradients or judge.drops_gradients,

@@ -46,6 +46,7 @@ from lightning_dpx.python_objects.identity_registries import identity_registries
 from lightning_dpx.python_objects.overrides import overridden
 from lightning_dpx.replicas import MergeRules
 from lightning_dpx.replicas.collectives import UnequalShapesError
+from lightning_dpx.replicas.drawn_rows import find_drawn_rows, orders_of_rows
 from lightning_dpx.replicas.merging.rule_search import Finding
 from lightning_dpx.replicas.same_draws import CollectiveInRehearsal
 from lightning_dpx.torch_compat import is_refused_by_modes
@@ -162,9 +163,11 @@ class Rehearsal:
         self._rows.skipped = part or 0.0
         if self._plans_memory:
             self._rows.keep_to_micro_batch()
-        look = self._on_real_rows if part is None else partial(self._on_rows, 1)
+        on_rows = self._on_real_rows if part is None else partial(self._on_rows, 1)
+        look = partial(self._in_some_order, on_rows)
         # What the first rehearsal found of rows that draw alike, it has found.
         self._step.sandbox.sizes_of_draws = self._rows.real_sizes if part is None else self._rows.unequal_sizes(1)
+        self._step.sandbox.rows_of_draws = rules.drawn_rows
         # The question of metrics has been answered by the first rehearsal, and
         # steps run by that answer.
         self._sliced.gives_slices = rules.metrics_give_slices
@@ -312,8 +315,27 @@ class Rehearsal:
         # A bonus, as more rows are.
         with suppress(RehearsalEnded, torch.OutOfMemoryError):
             with overridden(self, _looks_again=True), overridden(sandbox, sizes_of_draws=sizes):
-                return self._refine(outcome, self._with_slices(self._whole.observe(sum(sizes)), sizes))
+                return self._refine(outcome, self._in_some_order(lambda: self._on_sizes(sizes)))
         return outcome
+
+    def _on_sizes(self, sizes: tuple[int, ...]) -> Outcome:
+        return self._with_slices(self._whole.observe(sum(sizes)), sizes)
+
+    def _in_some_order(self, look: Callable[[], Outcome]) -> Outcome:
+        """What a look finds where rows draw their own, in the order in which flattened rows seem to lie.
+
+        Nothing tells whether places of a row follow one another, or lie apart by time or by view; in the wrong order
+        they draw what belongs to other rows, and slices are not what one device is.
+        """
+        sandbox = self._step.sandbox
+        first = look()
+        parts = orders_of_rows(sandbox.rows_of_draws)[1:]
+        for number in parts if first.comparison.differences else ():
+            with overridden(sandbox, parts_of_draws=number):
+                other = look()
+            if not other.comparison.differences:
+                return other
+        return first
 
     def _beside_all_rows(self, outcome: Outcome) -> Outcome:
         """What is found on all rows as well, of an evaluation: where a few show too little, it may have one batch."""
@@ -476,9 +498,23 @@ class Rehearsal:
                 reason = f"in slices of {sizes[0]} and fewer rows it raises {in_one_line(error)}"
                 raise NotRehearsed(reason) from None
         self._step.sandbox.real_module.note_slices()
+        if self._finds_drawn_rows(whole, sliced, sizes):
+            # Once: from here on all runs know of them.
+            return self._with_slices(self._whole.observe(sum(sizes)), sizes)
+        judge.drawn_rows = self._step.sandbox.rows_of_draws
         runs = BothRuns(self._whole, self._sliced, sizes)
         check = SliceCheck(runs, whole, loss_reduction=self._loss_reduction, is_look=self._looks_again)
         return check.outcome(judge, sliced)
+
+    def _finds_drawn_rows(self, whole: Observation, sliced: Observation, sizes: tuple[int, ...]) -> bool:
+        """Whether rows have drawn as if they were something else, so that slices did not draw what one device did."""
+        sandbox = self._step.sandbox
+        if sandbox.rows_of_draws or len(whole.draws.shapes) != 1:
+            return False
+        found = find_drawn_rows(whole.draws.shapes[0], sliced.draws.shapes, sizes)
+        sandbox.rows_of_draws = tuple(one for one in found if not one.is_usual)
+        # Flattened ones were alike in all rows, as the last dim is that of their features.
+        return any(one.dim for one in sandbox.rows_of_draws) and len({*whole.draws.per_row, *sliced.draws.per_row}) > 1
 
     def _refuse_what_slices_cannot_do(self, whole: Observation) -> None:
         """Looks at what one device has done for what is of the whole batch.

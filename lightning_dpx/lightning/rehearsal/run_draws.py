@@ -10,6 +10,7 @@ import torch
 from lightning_dpx.lightning.rehearsal.comparison.observation import OUTSIDE_TORCH
 from lightning_dpx.replicas import GeneratorStates, StepDraws
 from lightning_dpx.replicas.context import ReplicaRank, as_rank, current_rank
+from lightning_dpx.replicas.drawn_rows import DrawnRows
 from lightning_dpx.replicas.same_draws import SameDraws, SharedParameters
 from lightning_dpx.torch_compat import DisableTorchDispatch, DisableTorchFunction
 
@@ -62,6 +63,8 @@ class RunDraws:
     Args:
         start: The generators as every step of the run finds them.
         sizes: Rows of each slice, where rows of a slice draw each its own; all rows draw alike unless given.
+        rows: Where rows lie in what is drawn, as of :class:`SameDraws`.
+        parts: As there.
 
     Attributes:
         start: As given.
@@ -69,9 +72,13 @@ class RunDraws:
         left_alone: After the run, the operators and generators whose numbers could not be made equal.
     """
 
-    def __init__(self, start: GeneratorStates, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, start: GeneratorStates, sizes: Sequence[int] = (), rows: Sequence[DrawnRows] = (), parts: int = 1
+    ) -> None:
         self.start: GeneratorStates = start
         self._sizes = sizes
+        self._rows = rows
+        self._parts = parts
         self._modes: list[SameDraws] = []
         self._modes_of_steps: list[SameDraws] = []
         self.of_steps: list[StepDraws] = []
@@ -85,7 +92,7 @@ class RunDraws:
             shared: What must not be written without a copy.
             stage: A step's name, or "backward".
         """
-        mode = SameDraws(shared, self._sizes)
+        mode = SameDraws(shared, self._sizes, self._rows, self._parts)
         self._modes.append(mode)
         if stage == "backward":
             with mode:
@@ -116,6 +123,11 @@ class RunDraws:
     def by_step(self) -> list[tuple[int, ...]]:
         """Of each step, how many numbers a row got, draw by draw."""
         return [tuple(mode.draws) for mode in self._modes_of_steps]
+
+    @property
+    def shapes_by_step(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Of each step, the shapes of the same, draw by draw."""
+        return [tuple(mode.shapes) for mode in self._modes_of_steps]
 
     @property
     def places_by_step(self) -> list[tuple[int, ...]]:

@@ -27,6 +27,7 @@ from lightning_dpx.python_objects.preserve import advance, held_generators
 from lightning_dpx.python_objects.process_settings import SettingsWatch
 from lightning_dpx.python_objects.reachable import reachable
 from lightning_dpx.replicas import GeneratorStates, Replica
+from lightning_dpx.replicas.drawn_rows import DrawnRows
 from lightning_dpx.replicas.same_draws import SharedParameters
 from lightning_dpx.torch_compat import key_of
 
@@ -64,6 +65,8 @@ class Sandbox:
         surroundings: What the user's code reaches beside the module.
         real_module: The module, where runs come to it past their shadow.
         sizes_of_draws: Rows of each slice, where rows of a slice draw each its own numbers; empty where all draw alike.
+        rows_of_draws: Where rows lie in what is drawn, as far as it is known.
+        parts_of_draws: Into how many parts the places of a row are divided there, if they can be.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class Sandbox:
         self._has_run = False
         self.switched: set[str] = set()
         self.sizes_of_draws: tuple[int, ...] = ()
+        self.rows_of_draws: tuple[DrawnRows, ...] = ()
+        self.parts_of_draws: int = 1
 
     @property
     def logged_elsewhere(self) -> list[str]:
@@ -153,7 +158,8 @@ class Sandbox:
             # others in each process and run.
             advance([shadow])
         # Of this run alone: what the last one has done is compared by then.
-        trace = RunTrace(draws=RunDraws(self._states_now(shadow), self.sizes_of_draws))
+        draws = RunDraws(self._states_now(shadow), self.sizes_of_draws, self.rows_of_draws, self.parts_of_draws)
+        trace = RunTrace(draws=draws)
         self.last = trace
         # The dispatch mode sees writes by operators only, and none to metrics of globals, which are put back by state.
         places = _places_of(shadow)

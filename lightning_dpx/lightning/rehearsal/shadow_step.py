@@ -337,6 +337,7 @@ class ShadowStep:
         seen.draws = SeenDraws(
             drew=draws.drew,
             per_row=draws.by_step,
+            shapes=draws.shapes_by_step,
             places=draws.places_by_step,
             of_steps=draws.of_steps,
             left_alone=draws.left_alone,

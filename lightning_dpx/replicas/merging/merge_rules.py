@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_dpx.replicas.buffer_sync import BufferRule
+from lightning_dpx.replicas.drawn_rows import DrawnRows
 from lightning_dpx.replicas.draws import Source
 from lightning_dpx.replicas.merging.attribute_rules import AttributeRules
 from lightning_dpx.replicas.merging.by_type import merge_by_reduction, merge_by_type
@@ -33,6 +34,7 @@ class MergeRules:
         metrics_give_slices: Whether a metric that is called as a function gives each slice its own value, or that of
             all, which slices wait for.
         draws_once: From where steps draw as often for a batch as for a slice, so that all slices shall draw the same.
+        drawn_rows: Where rows lie in what steps draw, as far as it is not dim 0, one by one.
         draws: Whether rehearsals have seen steps draw from a generator of the host at all.
         writes_batch: Whether rehearsals have seen steps write their batch.
         drops_gradients: Whether rehearsals have seen steps run backwards themselves, and drop the gradients.
@@ -48,6 +50,7 @@ class MergeRules:
     same_batch_sizes: set[str] = field(default_factory=set)
     metrics_give_slices: bool = False
     draws_once: set[Source] = field(default_factory=set)
+    drawn_rows: tuple[DrawnRows, ...] = ()
     draws: bool = False
     writes_batch: bool = False
     drops_gradients: bool = False

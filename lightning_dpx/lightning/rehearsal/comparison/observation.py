@@ -48,6 +48,7 @@ class SeenDraws:
     Attributes:
         drew: Whether any were made equal for all rows.
         per_row: How many such numbers a row got, draw by draw, in every call of a replica's step.
+        shapes: Of the same draws.
         places: Of the same draws, for how many rows each drew by its place in a slice; 0 where all rows drew alike.
         of_steps: What every call of a replica's step drew from generators of the host.
         left_alone: What else drew random numbers.
@@ -55,6 +56,7 @@ class SeenDraws:
 
     drew: bool = False
     per_row: Sequence[tuple[int, ...]] = ()
+    shapes: Sequence[tuple[tuple[int, ...], ...]] = ()
     places: Sequence[tuple[int, ...]] = ()
     of_steps: Sequence[StepDraws] = ()
     left_alone: Sequence[str] = ()
