@@ -12,7 +12,14 @@ from lightning_dpx.errors import DPXError, GatherError, some_of
 from lightning_dpx.lightning.first_draws import FirstDraws
 from lightning_dpx.lightning.first_writes import follow_first_writes
 from lightning_dpx.lightning.lightning_api import ClosureResult, rank_zero_warn
-from lightning_dpx.lightning.logging import StepLog, replay
+from lightning_dpx.lightning.logging import StepLog, path_of, replay
+from lightning_dpx.lightning.lost_numbers import (
+    LostNumbersError,
+    follow_lost_numbers,
+    give_whole_after_lost,
+    numbers_of_output,
+    single_numbers,
+)
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
 from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, RUNNING, BackwardWatch, may_drop_gradients
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
@@ -52,6 +59,7 @@ class ReplicaCall:
         "_logs",
         "_logs_at_once",
         "_name",
+        "_numbers",
         "_others_follow",
         "_session",
         "_stops",
@@ -81,6 +89,8 @@ class ReplicaCall:
         self._transfer = Transfer(self._trainer, session.module, dataloader_idx)
         self._logs: dict[int, StepLog] = {}
         self._logs_at_once = False
+        # By the index of a replica, what its slice gives for its batch; where that is looked at.
+        self._numbers: dict[int, dict[str, Any]] | None = None
         self._changes_settings_once = False
         self._draws: BatchDraws | None = None
         self._stops: list[int] | None = None  # replicas that have said that the run shall end
@@ -119,6 +129,8 @@ class ReplicaCall:
         if self._checks_loss and output is not None and not isinstance(output, Tensor):
             # After the merge it would not be known which replica returned it.
             _check_loss(output)
+        if self._numbers is not None and output is not None:
+            self._numbers[batch_slice.replica.index] = numbers_of_output(output)
         return output
 
     def share_draws(self, rules: MergeRules) -> None:
@@ -144,6 +156,7 @@ class ReplicaCall:
         beginning: StepBeginning | None = None
         if len(slices) > 1 and rules.news.seen is not None:
             beginning = StepBeginning(session, self._name, slices, rules)
+            self._numbers = {}
             session.replicas.state.buffers.watch(rules.written_buffers)
         session.metric_watch.made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
@@ -205,10 +218,27 @@ class ReplicaCall:
             if not rules.draws:
                 FirstDraws(session, self._name, beginning, rules).follow()
             follow_first_writes(session, slices, rules, beginning)
+            self._follow_numbers(slices, rules, beginning)
         begun_again = _begun_again(session, slices, rules, numbers)
         if begun_again:
             _follow_counts(session, self._name, begun_again)
         _follow_metrics(session, self._name)
+
+    def _follow_numbers(self, slices: Sequence[BatchSlice], rules: MergeRules, beginning: StepBeginning) -> None:
+        """Has the whole batch give what is nan on its slices.
+
+        Raises:
+            LostNumbersError: the step is to run again.
+        """
+        values: dict[int, dict[str, Any]] = self._numbers or {}
+        for index, log in self._logs.items():
+            logged = single_numbers((path_of(key), value) for key, (value, _) in log.entries.items())
+            values[index] = {**values.get(index, {}), **logged}
+        names = follow_lost_numbers(slices, values, rules)
+        if names and beginning.can_begin_again():
+            raise LostNumbersError(names, rules)
+        if names:
+            give_whole_after_lost(self._session, self._name, names)
 
     def _take_back(self, error: GatherError, beginning: StepBeginning | None) -> None:
         """The step may run again, on the whole batch, and must not count twice."""

@@ -23,6 +23,8 @@ class News:
             in every fifth batch.
         is_pending: Whether a rehearsal would see more than the last one.
         batch: The number of the batch that is under way.
+        num_lost: How many batches have run again, as slices gave nan.
+        are_lost: Whether all slices of the last batch gave nan.
         last_batch: That of the last one in which a step did what no rehearsal has seen.
     """
 
@@ -34,6 +36,8 @@ class News:
         self.is_pending: bool = False
         self.batch: int = 0
         self.last_batch: int = 0
+        self.num_lost: int = 0
+        self.are_lost: bool = False
         self._paths: set[str] = set()
         self._times = Counter[str]()  # batches in which an attribute has changed unseen
 
