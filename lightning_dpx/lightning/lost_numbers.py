@@ -47,7 +47,10 @@ class LostNumbersError(RunAgain):
             session.whole_batches.give_whole(name, self._reason, _ADVICE)
         else:
             session.whole_batches.give_next_whole(name, self._reason, _ADVICE)
-        return run()
+        outputs = run()
+        # A run that has diverged gives nan on one device, too: its batches need not run twice.
+        news.are_lost = bool(_lost(numbers_of_output(outputs)))
+        return outputs
 
 
 def follow_lost_numbers(
@@ -58,25 +61,22 @@ def follow_lost_numbers(
     Args:
         slices: That have run.
         values: By the index of a replica, what its slice has given for the batch, by name.
-        rules: Of the step; gets to know whether all slices give nan.
+        rules: Of the step.
     """
     # What counts nothing comes out of the mean, whatever it is.
     counted = [one for one, weight in zip(slices, weights_of(slices).of_loss, strict=True) if weight]
     given = [values.get(one.replica.index, {}) for one in counted]
     lost = [_lost(one) for one in given]
     if not any(lost):
-        # Asked for here, as no value at all says nothing of the next ones.
+        # No value at all says nothing of the next ones.
         rules.news.are_lost = rules.news.are_lost and not any(given)
         return []
     everywhere = set.intersection(*lost)
     some = set.union(*lost) - everywhere
     if some:
         return sorted(some)
-    # A spread over single rows is nan on all slices, and a run that has diverged is as well: on one device, too. So
-    # the first such batch of several is run again, and no other.
-    was_lost = rules.news.are_lost
-    rules.news.are_lost = True
-    return [] if was_lost else sorted(everywhere)
+    # A spread over single rows is nan on all slices, and not on one device. What was nan there before may be so again.
+    return [] if rules.news.are_lost else sorted(everywhere - rules.news.lost_names)
 
 
 def single_numbers(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning_dpx.lightning.lost_numbers import (
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
 from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, RUNNING, BackwardWatch, may_drop_gradients
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
-from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
+from lightning_dpx.lightning.slice_errors import SliceStepError, SomeStopError, may_be_of_slices
 from lightning_dpx.lightning.step_beginning import StepBeginning
 from lightning_dpx.lightning.transfers import Transfer
 from lightning_dpx.lightning.whole_batches import COUNT_ELSEWHERE
@@ -161,7 +161,7 @@ class ReplicaCall:
         session.metric_watch.made.begin()
         with _joined_state(session, self._name, slices, rules) if rules.attributes else _NOTHING as numbers:
             try:
-                with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices):
+                with self._shared_objects(slices), self._settings_changed_once(), self._stopped_once(slices, beginning):
                     # A clone of a shared metric is where that is, and fails on the rows of another device.
                     try:
                         with self._backwards_asked(slices, rules):
@@ -275,8 +275,12 @@ class ReplicaCall:
         return BACKWARDS_ASK
 
     @contextmanager
-    def _stopped_once(self, slices: Sequence[BatchSlice]) -> Iterator[None]:
-        """A run ends by ``trainer.should_stop`` where all slices say so; what some say is no word of the batch."""
+    def _stopped_once(self, slices: Sequence[BatchSlice], beginning: StepBeginning | None) -> Iterator[None]:
+        """A run ends by ``trainer.should_stop`` where all slices say so; what some say is no word of the batch.
+
+        Raises:
+            SomeStopError: the step is to run again, on the whole batch, which says it for all.
+        """
         trainer = self._trainer
         # The run was stopped before this step, or one slice is the whole batch.
         if trainer.should_stop or len(slices) == 1:
@@ -289,6 +293,8 @@ class ReplicaCall:
         if len(self._stops) == len(slices):
             trainer.should_stop = True
             return
+        if beginning is not None and beginning.can_begin_again():
+            raise SomeStopError(self._name)
         rank_zero_warn(
             f"dpx: {self._name} has set trainer.should_stop on some of its slices, and not on all: what one device "
             "would do is not known, so the run goes on. Decide it in on_train_batch_end and its like, which see the "

@@ -60,6 +60,28 @@ class SliceStepError(RunAgain):
         return outputs
 
 
+class SomeStopError(RunAgain):
+    """Some slices have set ``trainer.should_stop``, and others have not: the whole batch is to say whether it does.
+
+    Args:
+        name: Of the step.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} has set trainer.should_stop on some of its slices, and not on all.")
+
+    def run_again(self, session: "Session", name: str, run: Callable[[], T]) -> T:
+        """See :meth:`RunAgain.run_again`."""
+        # This batch alone: the next ones may agree.
+        session.whole_batches.give_next_whole(
+            name,
+            "It sets trainer.should_stop on some of its slices, and not on all. Its slices had begun it: what it "
+            "counts outside of the module, they did as well.",
+            "For all devices to take part, decide it in on_train_batch_end and its like, which see the whole batch.",
+        )
+        return run()
+
+
 def may_be_of_slices(error: Exception) -> bool:
     """Whether the whole batch may do without ``error``, which a step has raised on a slice of it."""
     # An error of this package has a remedy of its own, and what does not fit as slices fits less as a whole.

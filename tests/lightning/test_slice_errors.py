@@ -1,6 +1,7 @@
 """A step that fails on a slice of some batch, and runs on the whole batch, goes on as on one device."""
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dpx as dpx
 from lightning_dpx.lightning.slice_errors import SliceStepError, may_be_of_slices
 from tests.conftest import Classifier, assert_equal, make_trainer, run
+from tests.lightning.several_replicas import on_replicas
 
 ON_A_SLICE = (
     "It runs on the whole batch, but on a slice it raises ValueError: one class only. Its slices had begun that batch: "
@@ -198,3 +200,26 @@ def test_errors_that_have_a_remedy_of_their_own_are_not_of_slices() -> None:
     assert not may_be_of_slices(dpx.ConfigurationError("ours"))
     assert not may_be_of_slices(torch.OutOfMemoryError("out of memory"))
     assert str(SliceStepError(ValueError("of\ntwo lines"))).startswith("ValueError: of")
+
+
+class StopsAtARow(Classifier):
+    """Ends the run at a batch that has a large number anywhere."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.should_stop = bool(batch[0].max() > 2.4)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_that_a_slice_ends_ends_where_one_device_would() -> None:
+    found = []
+    for options in ({}, on_replicas(2)):
+        torch.manual_seed(0)
+        model = StopsAtARow()
+        trainer = make_trainer(limit_val_batches=0, min_epochs=0, **options)
+        loader = make_sorted_loader()
+        message = "It sets trainer.should_stop on some of its slices"
+        with pytest.warns(UserWarning, match=message) if options else nullcontext():
+            trainer.fit(model, loader, loader)
+        found.append({**model.state_dict(), "steps": torch.tensor(trainer.global_step)})
+    assert_equal(found[1], found[0])
+    assert 0 < found[0]["steps"] < 2 * len(loader), "the premise: it ends early"

@@ -110,6 +110,7 @@ class KnownRules:
             news=news,
             checked=outcome.findings.keys() | outcome.logged.keys(),
         )
+        before.news.lost_names |= outcome.judge.lost_names
         # Attributes are found among the outputs, and have rules of their own.
         judge = outcome.judge
         self._rules[key] = MergeRules(

@@ -24,7 +24,8 @@ class News:
         is_pending: Whether a rehearsal would see more than the last one.
         batch: The number of the batch that is under way.
         num_lost: How many batches have run again, as slices gave nan.
-        are_lost: Whether all slices of the last batch gave nan.
+        are_lost: Whether the last of them gave nan whole as well.
+        lost_names: Of logged values that a rehearsal has seen to be nan on one device.
         last_batch: That of the last one in which a step did what no rehearsal has seen.
     """
 
@@ -38,6 +39,7 @@ class News:
         self.last_batch: int = 0
         self.num_lost: int = 0
         self.are_lost: bool = False
+        self.lost_names: frozenset[str] = frozenset()
         self._paths: set[str] = set()
         self._times = Counter[str]()  # batches in which an attribute has changed unseen
 

@@ -398,7 +398,7 @@ class CountsPositions(Model):
         (Best, "self.best comes together from slices in a first step, and not in a second"),
         (KeepsASpread, "self.noted comes together from slices no more"),
         (CountsPositions, "What its slices return cannot be put together"),
-        (EndsTheRun, "has set trainer.should_stop on some of its slices, and not on all"),
+        (EndsTheRun, "It sets trainer.should_stop on some of its slices, and not on all"),
     ],
 )
 def test_what_comes_later_and_is_of_a_slice_is_told(kind: type[Model], text: str, options: Any, devices: int) -> None:

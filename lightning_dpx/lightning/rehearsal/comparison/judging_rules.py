@@ -61,6 +61,14 @@ class JudgingRules(MergeRules):
         self.batch_sizes: dict[str, str] = {}
         self.draws_by_rows: set[Source] = set()
 
+    @property
+    def lost_names(self) -> frozenset[str]:
+        """Names of what one device has logged as nan."""
+        logged = self._whole.logged.items()
+        return frozenset(
+            name for name, one in logged if isinstance(one.value, float | torch.Tensor) and _is_nan(one.value)
+        )
+
     def merge_outputs(self, parts: Sequence[Any], weights: Weights, device: torch.device, dim: int = 0) -> Any:
         """Decides, then merges."""
         whole = self._whole.output
@@ -132,3 +140,7 @@ def _written(whole: Observation) -> list[str]:
             if not isinstance(before, torch.Tensor) or not torch.equal(before, value):
                 found.append(name)
     return found
+
+
+def _is_nan(value: float | torch.Tensor) -> bool:
+    return bool(torch.as_tensor(value).isnan().any())
