@@ -117,6 +117,7 @@ class KnownRules:
             outputs={path: rule for path, rule in chosen(findings).items() if not is_kept(path)},
             logged=chosen(logged),
             loss_reduction=judge.loss_reduction,
+            loss_is_open=judge.loss.rests_on_one,
             news=before.news,
             attributes=_attribute_rules(before.attributes, judge.attributes, findings),
             buffers=_buffer_rules(before.buffers, judge),

@@ -271,7 +271,7 @@ class Rehearsal:
         # The second try, after one with values of metrics, begins with the same rows as the first.
         self._rows.skipped = 0.0
         self._sliced.has_waited = False
-        outcome = self._on_rows(1)
+        outcome = self._beside_zero_losses(self._on_rows(1))
         # For micro-batches there may be no more room than one of them takes.
         has_counts = outcome.has_counts and not self._has_micro_batches
         if not outcome.is_sure or has_counts:
@@ -298,6 +298,27 @@ class Rehearsal:
             with suppress(RehearsalEnded, torch.OutOfMemoryError), overridden(self, _looks_again=True):
                 outcome = self._refine(outcome, self._on_rows(1))
         return self._beside_all_rows(self._beside_own_draws(outcome))
+
+    def _beside_zero_losses(self, first: Outcome) -> Outcome:
+        """What is found where slices have losses that are not zero, of a loss that is a sum by one slice alone."""
+        if not first.judge.loss.rests_on_one:
+            return first
+        for part in (None, *_OTHER_PARTS):
+            self._rows.skipped = part or 0.0
+            with suppress(RehearsalEnded, torch.OutOfMemoryError), overridden(self, _looks_again=True):
+                other = self._on_rows(1 if part else _MORE_ROWS)
+                # Zeros on all slices are a mean and a sum as well.
+                if other.judge.loss.rests_on_one or not other.judge.loss.largest:
+                    continue
+                # Both rules cannot hold, and where neither does the other rows have shown it.
+                if other.judge.loss_reduction != "sum" and not other.comparison.differences:
+                    text = "the loss is the mean of the slices' on some rows, and their sum where all but one have zero"
+                    other.comparison.differences.append(("loss", text))
+                self._rows.skipped = 0.0
+                return self._refine(other, first)
+        self._rows.skipped = 0.0
+        first.comparison.skipped.append("whether losses of slices are added up or averaged (all but one are zero)")
+        return first
 
     def _beside_own_draws(self, outcome: Outcome) -> Outcome:
         """What is found as well where not all rows draw the same numbers."""

@@ -333,8 +333,10 @@ class Verification:
         """
         key = call.key
         rules = self._known.of(key)
+        # Processes have agreed on what it is.
+        decides_loss = rules.loss_is_open and self._strategy.num_processes == 1
         try:
-            with self._rehearsal(call, rules.loss_reduction) as rehearsal:
+            with self._rehearsal(call, self._loss_reduction if decides_loss else rules.loss_reduction) as rehearsal:
                 part = None if key in self._least_rows else self._spot_checks.part(key)
                 outcome = rehearsal.look_again(part, self._known.findings(key), rules)
         except SlicesFail as failure:
@@ -352,6 +354,9 @@ class Verification:
             self._again[key] += 1
             self._rehearse(call, fresh)
             return True
+        if decides_loss and outcome.judge.loss.largest and not outcome.judge.loss.rests_on_one:
+            rules.loss_reduction = outcome.judge.loss_reduction
+            rules.loss_is_open = False
         comparison = outcome.comparison
         # What was told once is not told again at batches 2, 4, 8 and so on.
         comparison.differences = self._spot_checks.news(key, comparison.differences)

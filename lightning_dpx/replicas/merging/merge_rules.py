@@ -27,6 +27,7 @@ class MergeRules:
         outputs: By path in what a step returns, "result" being all of it.
         logged: By path in what a step logs, its name being the start.
         loss_reduction: Whether the loss of the whole batch is the "mean" or the "sum" of the slices' losses.
+        loss_is_open: Whether it is taken for a sum as long as all slices but one give zero.
         news: What rehearsals have not seen.
         attributes: How what steps leave in lists and attributes comes together.
         buffers: By name, the rule by which a buffer that a step writes comes together; the first replica's otherwise.
@@ -44,6 +45,7 @@ class MergeRules:
     outputs: dict[str, Rule] = field(default_factory=dict)
     logged: dict[str, Rule] = field(default_factory=dict)
     loss_reduction: str = "mean"
+    loss_is_open: bool = False
     news: News = field(default_factory=News)
     attributes: AttributeRules = field(default_factory=AttributeRules)
     buffers: dict[str, BufferRule] = field(default_factory=dict)

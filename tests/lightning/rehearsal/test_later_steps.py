@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dpx as dpx
 from tests.conftest import make_loader, make_trainer
@@ -939,3 +939,53 @@ def test_a_large_dict_that_first_grows_in_a_later_batch_is_told_and_not_written_
         _, said = fitted(NotesLargeSteps, 2, execution="inline")
     assert "gets a batch whole" not in said
     assert "has done more in the last batch than when it was checked (self.notes)" in caplog.text
+
+
+class CountsSome(Model):
+    """A mean over rows that are marked, which one slice alone has in the first rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def kept(self) -> list[float]:
+        return self.losses
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows, labels = batch
+        counted = rows[:, 0] > 0
+        if not bool(counted.any()):
+            return self.net(rows).sum() * 0
+        return F.cross_entropy(self.net(rows[counted]), labels[counted])
+
+
+def make_marked_loader(first: list[int], later: list[int]) -> DataLoader[Any]:
+    """Three batches of 13 rows, of which those at these places are marked, in the first one and in all others."""
+    rows = torch.randn(39, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows[:, 0] = -1.0
+    rows[first, 0] = 1.0
+    for batch in (1, 2):
+        rows[[13 * batch + place for place in later], 0] = 1.0
+    return DataLoader(TensorDataset(rows, torch.arange(39) % 3), 13)
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+def test_a_mean_over_rows_of_one_slice_is_not_taken_for_a_sum(options: Any, devices: int) -> None:
+    """Where the rows that are taken first show no other, more rows do."""
+    loader = make_marked_loader([0, 7, 8, 9, 10, 12], [1, 4, 6, 8, 11, 12])
+    said = fitted(CountsSome, devices, loader, **options)[1]
+    assert "the loss is " in said
+    assert "The batches that were checked before had shown nothing of it" not in said
+
+
+@pytest.mark.parametrize(("options", "devices"), WAYS)
+def test_a_loss_that_one_slice_alone_has_in_a_batch_is_decided_by_the_next(options: Any, devices: int) -> None:
+    loader = make_marked_loader([0], [1, 4, 6, 8, 11, 12])
+    (_, found), said = fitted(CountsSome, devices, loader, **options)
+    wanted = fitted(CountsSome, 0, loader)[0][1]
+    assert "the loss is " in said
+    # Taken for a sum it would be twice as large, or three times.
+    assert found[:3] == pytest.approx(wanted[:3], rel=0.1)

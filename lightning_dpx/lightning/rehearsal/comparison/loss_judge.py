@@ -21,6 +21,7 @@ class LossJudge:
     Attributes:
         values: The loss as the "mean" and as the "sum" of the slices'.
         largest: Of the slices' losses, in absolute value.
+        rests_on_one: Whether it was taken for a sum, and all slices but one have given zero.
     """
 
     def __init__(self, whole: torch.Tensor | None, tolerance: Tolerance, *, decides: bool, is_unstable: bool) -> None:
@@ -30,6 +31,7 @@ class LossJudge:
         self._is_unstable = is_unstable
         self.values: dict[str, float] = {}
         self.largest: float = 0.0
+        self.rests_on_one: bool = False
 
     def reduction(self, losses: Sequence[torch.Tensor], weights: Weights, given: str) -> str:
         """Mean or sum, whichever is the whole batch's loss; what is ``given`` where both are, or neither is known."""
@@ -45,6 +47,8 @@ class LossJudge:
             return given
         for name in self.values:
             if self._fits(name, target):
+                # A mean over rows that one slice alone has is the sum of slices', too.
+                self.rests_on_one = name == "sum" and sum(map(bool, values)) == 1
                 return name
         return self._nearest(target)
 

@@ -32,3 +32,12 @@ def test_what_was_given_stays_where_nothing_is_to_decide() -> None:
 def test_a_loss_that_is_neither_is_taken_for_a_mean_unless_it_is_drawn() -> None:
     assert reduction(7.0, given="sum") == "mean"
     assert reduction(7.0, is_unstable=True) == "sum", "the nearer one"
+
+
+@pytest.mark.parametrize(("losses", "rests_on_one"), [([3.0, 0.0], True), ([4.0, -1.0], False), ([1.5, 1.5], False)])
+def test_a_sum_of_one_loss_and_zeros_may_be_a_mean_over_what_one_slice_has(
+    losses: list[float], rests_on_one: bool
+) -> None:
+    judge = LossJudge(torch.tensor(3.0), Tolerance(1e-6), decides=True, is_unstable=False)
+    assert judge.reduction(list(map(torch.tensor, losses)), WEIGHTS, "mean") == "sum"
+    assert judge.rests_on_one == rests_on_one
