@@ -46,6 +46,7 @@ class SharedContainers:
         self.home: torch.device | None = home
         self._watched: dict[Attribute, list[tuple[Any, Any]]] = {}
         self._contents: dict[Attribute, list[Any]] = {}  # copies of what these hold, where that is little
+        self._of_iterators: dict[Attribute, set[int]] = {}  # ids of those that nothing else leads to
 
     def watch(self, attribute: Attribute, value: Any) -> None:
         """Notes the containers behind ``value``, as they are now."""
@@ -62,11 +63,15 @@ class SharedContainers:
             watched = shared[:_MOST_WATCHED]
             self._watched[attribute] = [(held, _mark(held)) for held in watched]
             self._contents[attribute] = list(map(_content_of, watched))
+            of_iterators = self._of_iterators_alone(graph, value)
+            if of_iterators:
+                self._of_iterators[attribute] = of_iterators
 
     def forget(self, attribute: Attribute) -> None:
         """The attribute is gone, or holds something else."""
         self._watched.pop(attribute, None)
         self._contents.pop(attribute, None)
+        self._of_iterators.pop(attribute, None)
 
     def changed(self) -> list[Attribute]:
         """The attributes behind which a container has changed since it was noted."""
@@ -88,23 +93,42 @@ class SharedContainers:
     def grown(self) -> Iterator[Attribute]:
         """The attributes behind which a container has another number of items."""
         for attribute, entries in self._watched.items():
-            if any(map(_has_grown, entries)):
+            known = self._of_iterators.get(attribute, ())
+            if any(_has_grown(entry) for entry in entries if id(entry[0]) not in known):
                 yield attribute
 
     def can_put_back(self) -> bool:
         """Whether :meth:`put_back` would give all of them what they held: of large ones only lists that have grown."""
-        for attribute, entries in self._watched.items():
-            for (container, mark), content in zip(entries, self._contents[attribute], strict=True):
-                if content is None and not isinstance(container, list) and _mark(container) != mark:
-                    return False
+        for container, mark, content in self._to_put_back():
+            if content is None and not isinstance(container, list) and _mark(container) != mark:
+                return False
         return True
 
     def put_back(self) -> None:
         """All hold again what they held; of large ones only the length is known."""
+        for container, mark, content in self._to_put_back():
+            if _mark(container) != mark:
+                _fill(container, mark, content)
+
+    def _to_put_back(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Containers with what they held; but for those of iterators, which give their items once more instead.
+
+        itertools.cycle has a list of what it has given, which means nothing without its place, and which no one can
+        set: with that list put back it came to an end.
+        """
         for attribute, entries in self._watched.items():
+            of_iterators = self._of_iterators.get(attribute, ())
             for (container, mark), content in zip(entries, self._contents[attribute], strict=True):
-                if _mark(container) != mark:
-                    _fill(container, mark, content)
+                if id(container) not in of_iterators:
+                    yield container, mark, content
+
+    def _of_iterators_alone(self, graph: ObjectGraph, value: Any) -> set[int]:
+        """The ids of what is behind ``value``, and behind iterators only."""
+        if not any(isinstance(held, Iterator) for held in graph.objects.values()):
+            return set()
+        beside = ObjectGraph(is_tensor_or_module, lambda held: isinstance(held, Iterator) or self._is_boundary(held))
+        beside.walk([value])
+        return graph.objects.keys() - beside.objects.keys()
 
     def bring_home(self) -> None:
         """Tensors that replicas on other devices have put into them are moved to the first one's."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -244,3 +245,38 @@ def test_a_step_that_is_taken_again_takes_the_same_items() -> None:
 def test_a_profile_of_the_first_step_takes_nothing_from_it(kind, num_replicas, workload) -> None:
     strategy = dpx.DPXStrategy(execution="inline", memory_budget="1GiB", workload=workload)
     assert_equal(trained(kind, strategy=strategy, devices=num_replicas), of_one_device(kind))
+
+
+class WeighsInTurn(LightningModule):
+    """Takes its weight from a cycle, and sometimes leaves a note, which has the batch run again whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.weights = itertools.cycle([0.5, 1.0, 2.0])
+        self.noted: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        weight = next(self.weights)
+        if self.global_step == 2:
+            self.noted.append(weight)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1]) * weight
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 2}], ids=str)
+def test_a_cycle_goes_on_where_a_batch_runs_again(options: dict[str, Any]) -> None:
+    """In its first round it came to its end: no error, as Lightning takes it for the end of the data."""
+    strategy = dpx.DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
+    found = []
+    for where in ({}, {"strategy": strategy, "devices": options["devices"]}):
+        torch.manual_seed(0)
+        model = WeighsInTurn()
+        trainer = make_trainer(max_epochs=2, **where)
+        with pytest.warns(UserWarning, match="It writes self.noted in this batch") if where else nullcontext():
+            trainer.fit(model, make_loader())
+        found.append({**model.state_dict(), "steps": torch.tensor(trainer.global_step)})
+        assert model.noted == [2.0]
+    assert_equal(found[1], found[0])

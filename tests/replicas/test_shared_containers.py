@@ -1,5 +1,6 @@
 """Containers that all replicas share are watched for what a step does to them, and can hold again what they held."""
 
+import itertools
 from collections import Counter, deque
 from typing import Any
 
@@ -114,3 +115,18 @@ def test_a_large_list_that_has_grown_can_be_put_back() -> None:
     containers = watched(value)
     value.append(1)
     assert containers.can_put_back()
+
+
+def test_what_an_iterator_keeps_is_left_to_it() -> None:
+    """A cycle has a list of what it has given; taken from it, it would end with what is left of its first round."""
+    listed = [1, 2, 3]
+    value = {"weights": itertools.cycle(listed), "listed": listed}
+    containers = watched(value)
+    assert next(value["weights"]) == 1
+    assert list(containers.grown()) == []
+    listed.append(4)
+    assert list(containers.grown()) == [HELD], "this one is not the iterator's alone"
+    assert containers.can_put_back()
+    containers.put_back()
+    assert listed == [1, 2, 3]
+    assert list(itertools.islice(value["weights"], 5)) == [2, 3, 1, 2, 3]
