@@ -159,6 +159,8 @@ class ReplayTrials:
             # Both times: what gives other numbers every second time would be right the next.
             if not self._are_right(noted, watched.found):
                 return False
+            # Or all of it would be there a third time, beside the step's own and that of the next replay.
+            del watched
         else:
             noted.most = like.most
             noted.again = {key: (size, list(at)) for key, (size, at) in like.again.items()}
