@@ -267,7 +267,11 @@ class MicroBatchChooser:
         session = self._session
         module = session.replicas.root.module
         cache = self._planning.cache
-        parts = PartProfiles(session, batch_slice, run, self._profiles, counts_gradients=counts_gradients)
+        # A batch that is larger than those before is not run in one piece, where that exceeds the budget.
+        most_rows = self._planning.rows_that_fit.of(batch_slice, room)
+        parts = PartProfiles(
+            session, batch_slice, run, self._profiles, counts_gradients=counts_gradients, most_rows=most_rows
+        )
 
         def plan_of(profile: Profile, budget: int | None) -> MemoryPlan:
             return cache.plan_profile(module, profile, planner, budget)

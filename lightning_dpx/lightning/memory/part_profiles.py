@@ -29,6 +29,7 @@ class PartProfiles:
         run: ``run(module, rows, num_rows)``: the training step of a shadow of a replica.
         profiles: The steps that were profiled so far, of this device and others; what is found is added.
         counts_gradients: As :func:`profile_slice` takes it, of the step on all rows.
+        most_rows: As :func:`profile_slice` takes it.
 
     Attributes:
         rows: Of the slice.
@@ -43,7 +44,9 @@ class PartProfiles:
         profiles: KnownProfiles,
         *,
         counts_gradients: bool,
+        most_rows: int | None = None,
     ) -> None:
+        self._most_rows = most_rows
         self._session = session
         self._slice = batch_slice
         self._run = run
@@ -144,7 +147,7 @@ class PartProfiles:
     def _profiled(self, part: BatchSlice, accumulates: bool, is_worth: IsWorth | None) -> Profile:
         count = part.num_rows
         device = part.replica.device
-        announce_profile(count, device)
+        announce_profile(min(count, self._most_rows or count), device)
         # If all rows fail as well, it is the step's own error and ends the run.
         told: AbstractContextManager[None] = nullcontext()
         if count != self.rows:
@@ -160,6 +163,7 @@ class PartProfiles:
                     counts_gradients=self._counts_gradients,
                     parts=-(-self.rows // count),
                     is_worth=is_worth,
+                    most_rows=self._most_rows,
                 )
         except TooFewRowsError as error:
             self.failed.append(str(error).partition("\n")[0])

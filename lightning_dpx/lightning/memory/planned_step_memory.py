@@ -115,6 +115,7 @@ class PlannedStepMemory(StepMemory):
     def end_step(self) -> None:
         """Hooks follow, whose backwards are of no step that can be planned."""
         self._runs_step = False
+        self.has_planned_step = bool(self._planning.devices)
 
     # ---- steps that are taken again ----
 

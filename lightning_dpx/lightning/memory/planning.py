@@ -27,6 +27,7 @@ from lightning_dpx.lightning.memory.profiled_steps import (
     profiled_steps,
 )
 from lightning_dpx.lightning.memory.room_check_schedule import RoomCheckSchedule
+from lightning_dpx.lightning.memory.rows_that_fit import RowsThatFit
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
@@ -61,6 +62,7 @@ class MemoryPlanning:
         peaks: What steps take, beside what was predicted.
         joint_calls: Steps that call more of the module together than any that was profiled.
         covered: The steps that the plans were made for.
+        rows_that_fit: How many rows of a later batch are profiled at a time.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed, or both ``budget`` and ``plan`` are given.
@@ -84,6 +86,7 @@ class MemoryPlanning:
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self.micro_batches: MicroBatchFigures = MicroBatchFigures()
         self.covered: CoveredSteps = CoveredSteps()
+        self.rows_that_fit: RowsThatFit = RowsThatFit()
         self.room_checks: RoomCheckSchedule = RoomCheckSchedule()
         self.peaks: PeakCheck = PeakCheck(self.devices.forecast, self.rooms.option)
         self.joint_calls: JointCallsOfDevices = JointCallsOfDevices()
@@ -202,6 +205,7 @@ class MemoryPlanning:
             known_profiles=self.micro_batches.profiles,
             together=self.rooms.is_given,
             anew=anew,
+            most_rows=self._most_rows(step, held),
         )
         # They are known by their number of rows alone, and the next batch may have other shapes.
         self.micro_batches.profiles = {}
@@ -210,9 +214,27 @@ class MemoryPlanning:
         if not self.covered.has_slices(slices) or self._steps_differ(seen):
             self.plan(step.replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
             self.covered.add_slices(slices)
+            for home, here in by_device(slices).items():
+                if home in seen:
+                    self.rows_that_fit.note(here[0], seen[home].profiles[0])
             for batch_slice in slices:
                 self.joint_calls.note_size(batch_slice)
             self.room_checks.restart(before_batches=bool(source))
+
+    def _most_rows(self, step: StepToPlan, static: StaticMemory) -> dict[torch.device, int]:
+        """By a replica's device, how many rows of this step are run without a plan, where all exceed the budget."""
+        most = dict[torch.device, int]()
+        # Processes that meet in a step run as many rows as each other.
+        if not step.is_of_one_process:
+            return most
+        for home, here in by_device(step.slices).items():
+            if home not in step.replicas.devices:
+                continue
+            room = self.rooms.room_of_replica(step.replicas, step.slices, static, home)
+            rows = self.rows_that_fit.of(here[0], room)
+            if rows is not None:
+                most[home] = rows
+        return most
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
@@ -354,6 +376,7 @@ class MemoryPlanning:
         self.peaks.end_plan()
         self.room_checks = RoomCheckSchedule()
         self.joint_calls.forget()
+        self.rows_that_fit.forget()
         self.cache.start()
         self.micro_batches.cut_costs = {}
         self.devices.forget()

@@ -1,6 +1,6 @@
 """The steps that plans are made for: one on the largest slice of every device, profiled or taken in proportion."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -99,6 +99,7 @@ def profiled_steps(
     together: bool,
     anew: bool,
     by_forward: bool = False,
+    most_rows: Mapping[torch.device, int] | None = None,
 ) -> dict[torch.device, SeenStep]:
     """By a replica's device, a step on the largest of its slices, seen from each of its devices.
 
@@ -112,6 +113,7 @@ def profiled_steps(
         anew: Whether what an earlier run has kept is known to be wrong.
         by_forward: As :func:`profile_slice` takes it; what is found is not kept for other runs, whose steps may run
             a backward.
+        most_rows: By a replica's device, as :func:`profile_slice` takes it.
     """
     replicas = step.replicas
     slices_of = by_device(step.slices)
@@ -131,7 +133,11 @@ def profiled_steps(
             counts_gradients=held.frees_gradients,
             by_forward=by_forward,
         )
-        return [_profiles(batch_slice, known, profile) for batch_slice in largest.values()]
+        limits = most_rows or {}
+        found = []
+        for home, batch_slice in largest.items():
+            found.append(_profiles(batch_slice, known, profile, limits.get(home)))
+        return found
 
     trainer = trainer_of(replicas.root.module)
     is_kept = cache.is_on and not by_forward
@@ -187,7 +193,9 @@ def _keys(trainer: Trainer | None, slices: Sequence[BatchSlice], *ways: bool) ->
     return found
 
 
-def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Profile]) -> list[Profile]:
+def _profiles(
+    batch_slice: BatchSlice, known: _Known, profile: Callable[..., Profile], most_rows: int | None
+) -> list[Profile]:
     """A step on ``batch_slice``, seen from each of its devices; on a line through two that are known, if there are two.
 
     Not in proportion to one: weights that a library repacks and gradients do not grow with the rows.
@@ -205,8 +213,8 @@ def _profiles(batch_slice: BatchSlice, known: _Known, profile: Callable[..., Pro
         found = [extrapolate(first, second, (few, more), batch_slice.num_rows) for first, second in pairs]
         return [replace(profile, scale=1.0) for profile in found]  # all rows would have fitted
     for device in devices:
-        announce_profile(batch_slice.num_rows, device)
-        alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, device=device))
+        announce_profile(min(batch_slice.num_rows, most_rows or batch_slice.num_rows), device)
+        alike.setdefault(batch_slice.num_rows, []).append(profile(batch_slice, device=device, most_rows=most_rows))
     return alike[batch_slice.num_rows]
 
 

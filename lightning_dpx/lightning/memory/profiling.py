@@ -18,6 +18,7 @@ from lightning_dpx.lightning.memory.loss_probe import NO_BACKWARD, Backwards
 from lightning_dpx.lightning.memory.shadow_slice import PURPOSE, Step, on_shadow, rows_and_cut, rows_of_slice, shadow_of
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, SliceLoss
 from lightning_dpx.memory import Profile, extrapolate, profile_absent, profile_step
+from lightning_dpx.memory.micro_batch_planning import TooFewRowsError, told_as_too_few_rows
 from lightning_dpx.memory.profile.costs import CostModel
 from lightning_dpx.memory.profile.data import IsWorth
 from lightning_dpx.python_objects.preserve import preserve_rng_state
@@ -63,6 +64,7 @@ def profile_slice(
     parts: int = 1,
     by_forward: bool = False,
     is_worth: IsWorth | None = None,
+    most_rows: int | None = None,
 ) -> Profile:
     """A step on ``batch_slice``, run by a shadow module; extrapolated from fewer rows where all do not fit.
 
@@ -76,6 +78,8 @@ def profile_slice(
         parts: Of so many such slices a replica's rows will consist.
         by_forward: Whether a step by hand that runs no backward is profiled as a forward.
         is_worth: As :func:`profile_step` takes it.
+        most_rows: That are run at a time, where all are known not to fit; all of them unless given, and where the step
+            cannot be had from fewer.
 
     Raises:
         NoLossError: there is nothing to plan from yet.
@@ -93,6 +97,7 @@ def profile_slice(
         parts=parts,
         by_forward=by_forward,
         is_worth=is_worth,
+        most_rows=most_rows,
     )
     with noted, TRIAL_GARBAGE.freed():
         return profiler.profile()
@@ -111,6 +116,7 @@ class _SliceProfiler:
     parts: int
     by_forward: bool
     is_worth: IsWorth | None
+    most_rows: int | None
 
     def profile(self) -> Profile:
         """The step on all rows, or if need be from steps on fewer.
@@ -123,6 +129,8 @@ class _SliceProfiler:
         ranks = getattr(getattr(trainer, "strategy", None), "ranks", None)
         # `dpx plan` looks at a step with a strategy of one device, and there are no other processes.
         num_meetings = 0 if ranks is None else ranks.num_meetings
+        if (found := self._from_rows_that_fit()) is not None:
+            return found
         try:
             return self._on_rows(self.batch_slice.batch, self.batch_slice.num_rows, self.is_worth)
         # That the step does not fit is the usual reason for a budget, and fewer rows tell as much.
@@ -156,6 +164,27 @@ class _SliceProfiler:
             raise NoBackwardError(NO_BACKWARD)
         return profile
 
+    def _from_rows_that_fit(self) -> Profile | None:
+        """The line through steps on no more than ``most_rows``; ``None`` where all rows are to be run."""
+        all_rows = self.batch_slice.num_rows
+        most = all_rows if self.most_rows is None else max(self.most_rows, _FEWEST_ROWS)
+        if most >= all_rows:
+            return None
+        rows = most // 2, most
+        try:
+            with told_as_too_few_rows(f"on {rows[0]} of its {all_rows} rows a step"):
+                return self._on_line(rows)
+        # Then the budget is exceeded once, as it was by the first batch; without a profile it might be in every step.
+        except (UncuttableBatch, TooFewRowsError, torch.OutOfMemoryError) as error:
+            traceback.clear_frames(error.__traceback__)
+            free_garbage()
+            return None
+
+    def _on_line(self, rows: tuple[int, int]) -> Profile:
+        """The step on all rows, on the line through steps on so many."""
+        few, more = (self._on_rows(rows_of_slice(self.replicas, self.batch_slice, n), n) for n in rows)
+        return extrapolate(few, more, rows, self.batch_slice.num_rows)
+
     def _from_fewer_rows(self) -> Profile:
         """The line through steps on two numbers of rows, the most that fit.
 
@@ -172,7 +201,7 @@ class _SliceProfiler:
             )
         for rows in _fewer_rows(all_rows):
             try:
-                few, more = (self._on_rows(rows_of_slice(self.replicas, self.batch_slice, n), n) for n in rows)
+                return self._on_line(rows)
             # Rows are cut off by the slicer, which may not have been needed before: one
             # replica takes batches whole.
             except UncuttableBatch as error:
@@ -182,8 +211,6 @@ class _SliceProfiler:
                 ) from error
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)
-            else:
-                return extrapolate(few, more, rows, all_rows)
             free_garbage()
         raise DoesNotFitError(
             f"Not even {rows[1]} of {all_rows} rows fit on {home} without a plan, beside what is there already. Use a "

@@ -18,10 +18,12 @@ class StepMemory:
     Attributes:
         is_on: Whether anything may be done, so that steps cannot take shorter ways.
         repeats_steps: Whether a step that ran out of memory runs again.
+        has_planned_step: Whether a step has followed a plan by now.
     """
 
     is_on: bool
     repeats_steps: bool
+    has_planned_step: bool = False
 
     def begin_step(self) -> None:
         """A training step begins."""

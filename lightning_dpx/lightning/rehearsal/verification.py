@@ -258,7 +258,9 @@ class Verification:
         fallbacks = self._fallbacks
         try:
             with self._rehearsal(call, self._loss_reduction) as rehearsal:
-                outcome = rehearsal.run(follows_steps=self._again.get(call.key, 0) > 0)
+                # A larger batch may be the first one that is cut, and then its rehearsal is the first as well.
+                has_planned = self._strategy.session.memory.has_planned_step
+                outcome = rehearsal.run(follows_steps=has_planned or self._again.get(call.key, 0) > 0)
         except SlicesFail as failure:
             if not fallbacks.left_micro_batches(call.name, NOT_ALIKE + failure.reason):
                 self._leave_slices(call, failure)

@@ -1,6 +1,7 @@
 """A step that does not fit is profiled on fewer of its rows, and its plan is for all of them; looks for a loss."""
 
 import re
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from lightning_dpx.errors import PlanError
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 ROWS = 32
 NARROW = 16
 WIDE = 64
+ALLOCATED: list[tuple[int, int]] = []  # index of a batch, bytes; likewise
 REFUSALS = ContextVar("REFUSALS", default=0)  # no state of a module, which a profile would put back
 
 
@@ -75,17 +77,20 @@ class Peaks(Callback):
         self.state = {name: value.cpu() for name, value in module.state_dict().items()}
 
 
-def fitted(sim: Any, refusals: int = 0, kind: type[Gates] = Gates, **options: Any) -> Peaks:
-    """What three steps on batches (32, 4, 16) take."""
+def fitted(
+    sim: Any, refusals: int = 0, kind: type[Gates] = Gates, sizes: Sequence[int] = (ROWS, ROWS, ROWS), **options: Any
+) -> Peaks:
+    """What steps on batches (32, 4, 16), or of as many rows as given, take."""
     torch.manual_seed(0)
     peaks = Peaks(sim)
-    rows = torch.randn(3 * ROWS, 4, NARROW, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(sum(sizes), 4, NARROW, generator=torch.Generator().manual_seed(0))
+    batches: Any = [(part,) for part in rows.split(list(sizes))]
     devices = options.pop("devices", 1)
     strategy = dpx.DPXStrategy(**{"micro_batches": 1, **options})
     trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=devices, callbacks=[peaks])
     token = REFUSALS.set(refusals)
     try:
-        trainer.fit(kind(), DataLoader(TensorDataset(rows), ROWS))
+        trainer.fit(kind(), DataLoader(batches, batch_size=None))
         assert REFUSALS.get() == 0
     finally:
         REFUSALS.reset(token)
@@ -157,3 +162,26 @@ def smallest_budget(sim: Any, kind: type[Gates], **options: Any) -> int:
     least = re.search(r"it must allow at least ([\d.]+ \w+)", "".join(refused.value.__notes__))
     assert least is not None
     return parse_bytes("least", least[1])
+
+
+class Watched(Gates):
+    """Notes what is allocated at the end of every forward, of the run or of a profile: most is there then."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if loss.device.type == "sim":
+            ALLOCATED.append((batch_idx, torch.sim.memory_allocated(loss.device)))  # type: ignore[attr-defined]
+        return loss
+
+
+@pytest.mark.parametrize("micro_batches", [1, "auto"])
+@pytest.mark.parametrize("rows", [40, 96])
+def test_a_larger_batch_that_comes_later_is_profiled_within_the_budget(micro_batches: Any, rows: int, sim: Any) -> None:
+    """Of the first one nothing is known before it is run; what it took tells how many rows of the next ones fit."""
+    before = sim.memory_allocated(0)
+    sizes = (16, 16, rows, rows)
+    budget = before + int(0.5 * (max(fitted(sim, sizes=sizes).found) - before))
+    ALLOCATED.clear()
+    fitted(sim, kind=Watched, sizes=sizes, memory_budget=budget, micro_batches=micro_batches, plan_cache=False)
+    assert {index for index, _ in ALLOCATED} == {0, 1, 2, 3}
+    assert max(taken for index, taken in ALLOCATED if index) <= budget
