@@ -14,6 +14,7 @@ from lightning_dpx.arguments import check_is_module
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.flat_units import inside, is_flat_unit, unwrapped
+from lightning_dpx.memory.execute.grown_values import GrownValues
 from lightning_dpx.memory.execute.module_calls import compiled_parts
 from lightning_dpx.memory.execute.planned_forwards import PlannedForwards, leave_interrupted
 from lightning_dpx.memory.execute.recipes import own_recipes
@@ -166,6 +167,13 @@ class AppliedPlan:
         if self.values is None:
             return {}
         return self.values.unknown
+
+    @property
+    def growth(self) -> GrownValues | None:
+        """How much larger values are than the planned ones; ``None`` unless the plan watches."""
+        if self.values is None:
+            return None
+        return self.values.growth
 
     def count_calls(self, paths: Collection[str]) -> None:
         """From now on counts calls of the modules at these paths, forward by forward."""

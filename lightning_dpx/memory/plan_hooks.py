@@ -49,6 +49,7 @@ def hooks_for_values(module: nn.Module, plan: MemoryPlan, *, watches: bool, told
         offloaded=plan.names("offload"),
         prefetch_depth=plan.prefetch_depth,
         known=frozenset(decision.name for decision in plan.decisions) if watches else frozenset(),
+        sizes={decision.name: decision.num_bytes for decision in plan.decisions} if watches else {},
     )
     # A routine switches hooks on and off at modules, and there are none inside of code.
     if names.runs_code:

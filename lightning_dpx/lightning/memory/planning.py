@@ -15,12 +15,14 @@ from lightning_dpx.lightning.memory.covered_steps import CoveredSteps
 from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
 from lightning_dpx.lightning.memory.device_rooms import DeviceRooms
 from lightning_dpx.lightning.memory.given_plan import follow_given, load_given
+from lightning_dpx.lightning.memory.grown_steps import GrownSteps
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
 from lightning_dpx.lightning.memory.loss_probe import leaves_graph, look_for_loss
 from lightning_dpx.lightning.memory.peak_check import PeakCheck
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
 from lightning_dpx.lightning.memory.plans_of_device import MicroBatchFigures, announcement, origin, plans_of_device
 from lightning_dpx.lightning.memory.profiled_steps import (
+    KnownProfiles,
     SeenStep,
     StepToPlan,
     by_device,
@@ -28,6 +30,7 @@ from lightning_dpx.lightning.memory.profiled_steps import (
 )
 from lightning_dpx.lightning.memory.room_check_schedule import RoomCheckSchedule
 from lightning_dpx.lightning.memory.rows_that_fit import RowsThatFit
+from lightning_dpx.lightning.memory.shadow_slice import rows_of_slice
 from lightning_dpx.lightning.memory.slice_loss import NoBackwardError, NoLossError
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.steps_without_loss import StepsWithoutLoss
@@ -40,7 +43,7 @@ from lightning_dpx.memory import (
     remove_plan,
 )
 from lightning_dpx.progress import shown
-from lightning_dpx.replicas import BatchSlice, ReplicaSet
+from lightning_dpx.replicas import BatchSlice, ReplicaSet, UncuttableBatch
 
 
 class MemoryPlanning:
@@ -62,6 +65,7 @@ class MemoryPlanning:
         peaks: What steps take, beside what was predicted.
         joint_calls: Steps that call more of the module together than any that was profiled.
         covered: The steps that the plans were made for.
+        grown: Steps that save more than any that was profiled, of the same values.
         rows_that_fit: How many rows of a later batch are profiled at a time.
 
     Raises:
@@ -86,6 +90,7 @@ class MemoryPlanning:
         self.without_loss: StepsWithoutLoss = StepsWithoutLoss()
         self.micro_batches: MicroBatchFigures = MicroBatchFigures()
         self.covered: CoveredSteps = CoveredSteps()
+        self.grown: GrownSteps = GrownSteps()
         self.rows_that_fit: RowsThatFit = RowsThatFit()
         self.room_checks: RoomCheckSchedule = RoomCheckSchedule()
         self.peaks: PeakCheck = PeakCheck(self.devices.forecast, self.rooms.option)
@@ -198,28 +203,38 @@ class MemoryPlanning:
         anew = self.covered.expects_others
         if anew and self.cache.is_used:
             self._leave_cache()
+        most_rows = self._most_rows(step, held)
+        in_proportion = {} if anew else self._in_proportion(step, held, most_rows)
         seen = profiled_steps(
             step,
             held,
             self.cache,
-            known_profiles=self.micro_batches.profiles,
+            known_profiles=self.micro_batches.profiles or in_proportion,
             together=self.rooms.is_given,
             anew=anew,
-            most_rows=self._most_rows(step, held),
+            most_rows=most_rows,
         )
         # They are known by their number of rows alone, and the next batch may have other shapes.
         self.micro_batches.profiles = {}
         # A batch of a known shape is here because steps differ, or another process must plan; where
         # its profile shows nothing new, the plan stands.
         if not self.covered.has_slices(slices) or self._steps_differ(seen):
-            self.plan(step.replicas, slices, held, seen, f"; made from {source}, before any batch" if source else "")
+            reason = f"; made from {source}, before any batch" if source else ""
+            if in_proportion:
+                reason += (
+                    "; in proportion to an earlier batch, as this one cannot be cut to be profiled within the budget"
+                )
+            self.plan(step.replicas, slices, held, seen, reason)
             self.covered.add_slices(slices)
             for home, here in by_device(slices).items():
-                if home in seen:
+                # Errors of one that was taken in proportion would grow from batch to batch.
+                if home in seen and not in_proportion:
                     self.rows_that_fit.note(here[0], seen[home].profiles[0])
             for batch_slice in slices:
                 self.joint_calls.note_size(batch_slice)
             self.room_checks.restart(before_batches=bool(source))
+        elif most_rows:
+            self.rows_that_fit.were_too_few()
 
     def _most_rows(self, step: StepToPlan, static: StaticMemory) -> dict[torch.device, int]:
         """By a replica's device, how many rows of this step are run without a plan, where all exceed the budget."""
@@ -235,6 +250,31 @@ class MemoryPlanning:
             if rows is not None:
                 most[home] = rows
         return most
+
+    def _in_proportion(
+        self, step: StepToPlan, static: StaticMemory, most_rows: Mapping[torch.device, int]
+    ) -> KnownProfiles:
+        """The profile of a batch that exceeds the budget without a plan, and cannot be cut, such as some of graphs."""
+        largest = by_device(step.slices)
+        # They are known by their rows alone, whatever the device.
+        if len(largest) != 1 or not most_rows:
+            return {}
+        ((home, here),) = largest.items()
+        if self._can_be_cut(step.replicas, here[0], most_rows[home]):
+            return {}
+        found = self.rows_that_fit.in_proportion(here[0])
+        return {} if found is None else {(here[0].num_rows, static.accumulates): found}
+
+    @staticmethod
+    def _can_be_cut(replicas: ReplicaSet, batch_slice: BatchSlice, rows: int) -> bool:
+        # What has no rows that could be told apart counts as one.
+        if batch_slice.num_rows < 2:
+            return False
+        try:
+            rows_of_slice(replicas, batch_slice, max(1, rows))
+        except UncuttableBatch:
+            return False
+        return True
 
     def _steps_differ(self, seen: Mapping[torch.device, SeenStep]) -> bool:
         """Whether these profiles show what steps have saved that no earlier one showed."""
@@ -376,6 +416,7 @@ class MemoryPlanning:
         self.peaks.end_plan()
         self.room_checks = RoomCheckSchedule()
         self.joint_calls.forget()
+        self.grown.forget()
         self.rows_that_fit.forget()
         self.cache.start()
         self.micro_batches.cut_costs = {}

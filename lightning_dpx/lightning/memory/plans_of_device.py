@@ -19,6 +19,8 @@ from lightning_dpx.memory import MemoryPlan, Planner, Profile, describe_cut, for
 from lightning_dpx.replicas import BatchSlice, ReplicaSet
 from lightning_dpx.units import format_mib, format_part
 
+_HALF = 1.5  # times the rows of a profile: fewer would be told as all of them
+
 
 @dataclass
 class MicroBatchFigures:
@@ -145,7 +147,10 @@ def _in_micro_batches(
 
 def origin(profile: Profile, num_steps: int) -> str:
     """Which step a plan was made from, for its announcement; nothing to say of a whole one that is alone."""
-    guess = f"; profiled on 1/{profile.scale:.0f} of the rows, because all did not fit" if profile.scale > 1 else ""
+    guess = ""
+    if profile.scale > 1:
+        part = "a part" if profile.scale < _HALF else f"1/{profile.scale:.0f}"
+        guess = f"; profiled on {part} of the rows, because all did not fit"
     # Of batches of other shapes, or of one shape where steps differ.
     worst = f"; the worst of {num_steps} steps that are planned for" if num_steps > 1 else ""
     return worst + guess

@@ -3,17 +3,20 @@
 The first batch has to be run in one piece, as nothing is known before. What it took tells of the next ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.memory import Profile
+from lightning_dpx.memory.profile.scaling import scaled
 from lightning_dpx.replicas import BatchSlice
 
 # Calls are replayed beside all that the step keeps, to see whether they give the same: that took 1.16 times the peak of
 # the step itself for a GPT and 1.4 to 1.6 times for models with few large parts.
-_PROFILE_TAKES = 1.2
+_PROFILE_TAKES = 1.3
+# Times the bytes of a known batch: what grows faster than those is seen when the step has run, see grown_steps.py.
+_IN_PROPORTION = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,17 @@ class _KnownStep:
     Attributes:
         rows: Of its slice.
         num_bytes: Of the tensors in that.
-        peak: Bytes of activations.
+        profile: Of the step.
     """
 
     rows: int
     num_bytes: int
-    peak: int
+    profile: Profile
+
+    @property
+    def peak(self) -> int:
+        """Bytes of activations."""
+        return self.profile.peak
 
 
 class RowsThatFit:
@@ -36,6 +44,7 @@ class RowsThatFit:
 
     def __init__(self) -> None:
         self._known: dict[torch.device, _KnownStep] = {}
+        self._is_off = False
 
     def note(self, batch_slice: BatchSlice, profile: Profile) -> None:
         """A step on that slice was profiled."""
@@ -45,8 +54,13 @@ class RowsThatFit:
         before = self._known.get(batch_slice.replica.device)
         # One that left out layers by chance tells too little of those that do not.
         if before is None or profile.peak / rows >= before.peak / before.rows:
-            step = _KnownStep(rows, bytes_of_tensors(batch_slice.batch), profile.peak)
+            step = _KnownStep(rows, bytes_of_tensors(batch_slice.batch), profile)
             self._known[batch_slice.replica.device] = step
+            self._is_off = False
+
+    def were_too_few(self) -> None:
+        """A profile of them has not shown what steps save: the next one is of all rows."""
+        self._is_off = True
 
     def of(self, batch_slice: BatchSlice, room: int) -> int | None:
         """So many rows that their step takes no more than ``room`` without a plan, as far as earlier ones tell.
@@ -56,7 +70,7 @@ class RowsThatFit:
         """
         known = self._known.get(batch_slice.replica.device)
         rows = batch_slice.num_rows
-        if known is None or not (rows and known.peak):
+        if self._is_off or known is None or not (rows and known.peak):
             return None
         growth = 1.0
         if known.num_bytes:
@@ -69,6 +83,17 @@ class RowsThatFit:
             return None
         return int(most / _PROFILE_TAKES)
 
+    def in_proportion(self, batch_slice: BatchSlice) -> Profile | None:
+        """The step on a slice that is a little larger than a known one, and that cannot be cut; ``None`` for others."""
+        known = self._known.get(batch_slice.replica.device)
+        if known is None or not known.num_bytes:
+            return None
+        growth = max(1.0, bytes_of_tensors(batch_slice.batch) / known.num_bytes)
+        if growth > _IN_PROPORTION:
+            return None
+        return replace(scaled(known.profile, growth), scale=known.profile.scale)
+
     def forget(self) -> None:
         """The next run begins."""
         self._known.clear()
+        self._is_off = False

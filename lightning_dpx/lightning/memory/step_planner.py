@@ -80,6 +80,7 @@ class StepPlanner:
                     f"{self._planning.rooms.option()}: {error}"
                 )
         self._plan_joint_calls(step.slices)
+        self._plan_grown(step.slices)
         self._room_check.before_step(step.slices)
 
     def fits(self, step: StepInput) -> bool:
@@ -149,6 +150,25 @@ class StepPlanner:
                 planning.joint_calls.stop(seen)
                 rank_zero_warn(
                     "dpx: no plan keeps a step that calls as much of the module together within "
+                    f"{planning.rooms.option()}: {error} Such a step exceeds it."
+                )
+
+    def _plan_grown(self, slices: Sequence[BatchSlice]) -> None:
+        """Plans for steps that have saved more than any that was profiled, once they were seen."""
+        planning = self._planning
+        replicas = self._session.replicas
+        seen = planning.grown.to_plan(replicas, planning.devices)
+        if not seen:
+            return
+        with planning.plans_taken_off(replicas):
+            try:
+                reason = "; steps save more than the profiled one, and may save more still"
+                planning.plan(replicas, slices, self._static.of(slices), seen, reason)
+            except BudgetError as error:
+                # As much is dropped as before, and the same would be found after every step.
+                planning.grown.stop(seen)
+                rank_zero_warn(
+                    "dpx: steps save more than the profiled one, and no plan keeps them within "
                     f"{planning.rooms.option()}: {error} Such a step exceeds it."
                 )
 

@@ -13,9 +13,9 @@ All this runs for every saved tensor of every step, so it makes few objects and 
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.memory.execute.calls import Call, base_of
 from lightning_dpx.memory.execute.distributed_tensors import DistributedValue, Origin, origin_of, part_of
 from lightning_dpx.memory.execute.graph_tape import GIVEN, GraphTape, known_value, mark_output
+from lightning_dpx.memory.execute.grown_values import GrownValues
 from lightning_dpx.memory.execute.known_values import KnownValues
 from lightning_dpx.memory.execute.largest_inputs import tensors_in
 from lightning_dpx.memory.execute.module_calls import CallNames
@@ -63,6 +64,7 @@ class ValueActions:
         offloaded: Those to keep in the host's memory.
         prefetch_depth: How many of these may be on their way at once, in each direction.
         known: All that something was decided about; nothing, if what is unknown is not looked at.
+        sizes: Bytes of these in the planned step, by name; nothing, if no growth is looked for.
     """
 
     dropped: Collection[str] = ()
@@ -71,6 +73,7 @@ class ValueActions:
     offloaded: Collection[str] = ()
     prefetch_depth: int = 0
     known: Collection[str] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Rematerialization(GraphTape):
@@ -86,6 +89,7 @@ class Rematerialization(GraphTape):
         similar: As given.
         unknown: Bytes of values that a backward has asked for and that are not known, by name.
         known: The values of the last forward.
+        growth: How much larger values are than the planned ones; ``None`` where nothing looks for that.
         kinds: Types of tensors that it handles; others are kept.
     """
 
@@ -99,6 +103,7 @@ class Rematerialization(GraphTape):
         self.similar: SimilarValues | None = similar
         self.unknown: dict[str, int] = dict[str, int]()
         self.known: KnownValues = KnownValues()
+        self.growth: GrownValues | None = GrownValues(self.actions.sizes) if self.actions.sizes else None
         self._forward = _Forward(0.0)
         if names.again:
             names.listener = _HoldsArguments()
@@ -123,6 +128,8 @@ class Rematerialization(GraphTape):
         waiting = self.known.share_waiting() * (self._forward.waiting + 1) if counts_waiting else 0.0
         self._forward = _Forward(waiting)
         self.known.begin()
+        if self.growth is not None:
+            self.growth.begin()
         # Noting costs some us for every call of a torch function. So the first forward does it, and
         # later ones only if a recipe has asked for an operand in the forward before.
         noting = self.needs_operands and not self.names.runs_code  # code is compiled for the modes that are on
@@ -138,6 +145,8 @@ class Rematerialization(GraphTape):
                 yield
         finally:
             self.names.end()
+            if self.growth is not None:
+                self.growth.end()
             self._offloading.settle()
             self._decide_uncached()
 
@@ -290,6 +299,8 @@ class Rematerialization(GraphTape):
             # A plan that was made for a device can be followed on the host, but for this.
             elif not is_host(tensor.device) and self.is_like(value, self.actions.offloaded):
                 offload(value, self._offloading)
+        if self.growth is not None:
+            self.growth.add(name, tensor.nbytes, is_kept=not value.dropped)
 
     def _note_most(self) -> None:
         """Notes what another forward than the planned one has at a time, of what may be gone before its end."""

@@ -84,7 +84,7 @@ def fitted(
     torch.manual_seed(0)
     peaks = Peaks(sim)
     rows = torch.randn(sum(sizes), 4, NARROW, generator=torch.Generator().manual_seed(0))
-    batches: Any = [(part,) for part in rows.split(list(sizes))]
+    batches: Any = options.pop("batches", None) or [(part,) for part in rows.split(list(sizes))]
     devices = options.pop("devices", 1)
     strategy = dpx.DPXStrategy(**{"micro_batches": 1, **options})
     trainer = make_trainer(max_epochs=1, strategy=strategy, accelerator="sim", devices=devices, callbacks=[peaks])
@@ -185,3 +185,33 @@ def test_a_larger_batch_that_comes_later_is_profiled_within_the_budget(micro_bat
     fitted(sim, kind=Watched, sizes=sizes, memory_budget=budget, micro_batches=micro_batches, plan_cache=False)
     assert {index for index, _ in ALLOCATED} == {0, 1, 2, 3}
     assert max(taken for index, taken in ALLOCATED if index) <= budget
+
+
+class Graph:
+    """Nodes, of which no part would do for a step."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device, **_: Any) -> "Graph":
+        """On another device."""
+        return Graph(self.nodes.to(device))
+
+
+class OfGraphs(Watched):
+    """Steps on whole graphs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch.nodes,), batch_idx)
+
+
+def test_a_slightly_larger_batch_that_cannot_be_cut_is_planned_in_proportion(sim: Any, caplog: Any) -> None:
+    before = sim.memory_allocated(0)
+    sizes = (ROWS, ROWS, ROWS + 4, ROWS + 4)
+    graphs = [Graph(torch.randn(size, 4, NARROW)) for size in sizes]
+    budget = before + int(0.6 * (max(fitted(sim, sizes=sizes).found) - before))
+    ALLOCATED.clear()
+    fitted(sim, kind=OfGraphs, batches=graphs, memory_budget=budget, plan_cache=False)
+    assert {index for index, _ in ALLOCATED} == {0, 1, 2, 3}
+    assert max(taken for index, taken in ALLOCATED if index) <= budget
+    assert "in proportion to an earlier batch" in caplog.text

@@ -50,3 +50,24 @@ def test_a_step_that_took_less_than_one_before_tells_nothing() -> None:
     known = rows.of(of_size(40), 2400)
     rows.note(of_size(16), replace(PROFILE, curve=(400,)))
     assert rows.of(of_size(40), 2400) == known
+
+
+def test_where_they_have_not_shown_what_steps_save_all_are_run_next() -> None:
+    rows = RowsThatFit()
+    rows.note(of_size(16), PROFILE)
+    assert rows.of(of_size(40), 2400) is not None
+    rows.were_too_few()
+    assert rows.of(of_size(40), 2400) is None
+    rows.note(of_size(40), replace(PROFILE, curve=(4800,)))
+    assert rows.of(of_size(40), 2400) is not None
+
+
+def test_what_cannot_be_cut_is_taken_in_proportion_unless_it_is_much_larger() -> None:
+    rows = RowsThatFit()
+    assert rows.in_proportion(of_size(20)) is None
+    rows.note(of_size(16), PROFILE)
+    found = rows.in_proportion(of_size(20))
+    assert found is not None
+    assert found.peak == 2000
+    assert found.scale == PROFILE.scale
+    assert rows.in_proportion(of_size(40)) is None
