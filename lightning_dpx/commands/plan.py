@@ -186,12 +186,12 @@ def _settings(args: argparse.Namespace, cli: Any) -> Settings:
     # The initialized config holds the strategy as an object, and the other one the number of
     # devices as it was written.
     chosen = look_up(cli, cli.config_init, "trainer.strategy")
-    settings = settings_of(chosen, args.budget, devices_of(args, cli), args.planner)
+    nodes = look_up(cli, cli.config, "trainer.num_nodes")
+    settings = settings_of(chosen, args.budget, devices_of(args, cli), args.planner, num_nodes=nodes)
     settings = replace(settings, cache=PlanCache(args.plan_cache, TellOnce()))
     if args.micro_batches is not None:
         settings = replace(settings, micro_batches=parse_number(args.micro_batches))
     # With other strategies it is the memory of a rank that depends on the number of nodes.
     if args.strategy != "dpx":
         return settings
-    nodes = look_up(cli, cli.config, "trainer.num_nodes")
     return replace(settings, machines=machines_of(args, chosen, settings.devices, nodes))

@@ -24,6 +24,7 @@ from lightning_dpx.lightning import (
 from lightning_dpx.lightning.lightning_api import Checkpoint, ClusterEnvironment
 from lightning_dpx.lightning.lightning_compat import look_up
 from lightning_dpx.lightning.memory.dry_run.place import on_its_device, trainer_to_look
+from lightning_dpx.lightning.memory.micro_batch_obstacles import RunToCut
 from lightning_dpx.simulate import simulate
 from lightning_dpx.units import parse_bytes, parse_share
 
@@ -62,8 +63,17 @@ def add_plan_cache(command: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | None) -> Settings:
+def settings_of(
+    strategy: Any, budget: str | None, devices: Any, planner: str | None, *, num_nodes: Any = 1
+) -> Settings:
     """What of a config, and of the command line, decides about memory.
+
+    Args:
+        strategy: Of the config.
+        budget: Of the command line, as all that follow.
+        devices: Of a node.
+        planner: By its name.
+        num_nodes: Of the config.
 
     Raises:
         ConfigurationError: no devices, or a budget that needs the devices to be there.
@@ -88,6 +98,8 @@ def settings_of(strategy: Any, budget: str | None, devices: Any, planner: str | 
         budget=_budgets(budget if budget is not None else own.memory_budget, parsed),
         planner=planner or own.planner,
         micro_batches=own.micro_batches,
+        # Each node has a process of its own.
+        run=RunToCut(verify=own.options.verify, has_processes=int(num_nodes) > 1),
     )
     return with_merged_replicas(settings)
 

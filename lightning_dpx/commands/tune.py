@@ -227,7 +227,8 @@ def _predicted(args: argparse.Namespace, others: Sequence[str], precision: str, 
     whole_config = config_of(cli)
     key = key_of(args, whole_config) if args.save is not None or args.measure else ""
     strategy = look_up(cli, cli.config_init, "trainer.strategy")
-    settings = settings_of(strategy, args.budget, devices_of(args, cli), args.planner)
+    nodes = look_up(cli, cli.config, "trainer.num_nodes")
+    settings = settings_of(strategy, args.budget, devices_of(args, cli), args.planner, num_nodes=nodes)
     settings = replace(
         settings, cache=PlanCache(args.plan_cache, TellOnce()), micro_batches=parse_number(args.micro_batches)
     )

@@ -424,6 +424,29 @@ def test_none_are_chosen_where_a_run_would_leave_its_step_in_one_piece(tmp_path:
     assert (status, named["micro_batches"]) == (0, 256)
 
 
+@sim_only
+@pytest.mark.parametrize(
+    ("strategy", "others", "why"),
+    [
+        ("{micro_batches: auto, verify: 'off'}", (), "leaves out the rehearsal"),
+        ("{micro_batches: auto}", ("--trainer.num_nodes", "2"), "there are several processes"),
+        ("{micro_batches: auto}", ("--trainer.deterministic", "true"), "deterministic algorithms are asked for"),
+    ],
+)
+def test_nor_where_the_run_would_choose_none_whatever_the_module(
+    strategy: str, others: tuple[str, ...], why: str, tmp_path: Path, capsys: Any
+) -> None:
+    options = ["--config", config(tmp_path, strategy, "Shallow"), "--devices", "cuda:0", *others]
+    try:
+        _, (free,) = planned(capsys, *options)
+        budget = str(free["peak"] - free["unplanned"] * 19 // 20)
+        with pytest.warns(UserWarning, match=why):
+            status, (found,) = planned(capsys, *options, "--budget", budget)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (status, found["micro_batches"]) == (2, None), "no plan of all rows takes so little"
+
+
 def test_the_prediction_of_micro_batches_is_what_a_run_takes(tmp_path: Path, capsys: Any) -> None:
     _, devices = planned(capsys, "--config", config(tmp_path, "{micro_batches: 3, gradient_buckets: 0}"))
     gc.collect()  # what other tests left on the devices

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
+from lightning_dpx.lightning.memory.micro_batch_obstacles import RunToCut, why_none_are_chosen
 from lightning_dpx.memory import BesideActivations, MemoryPlan, Profile, plan_in_micro_batches
 from lightning_dpx.memory.micro_batch_planning import (
     FEWER_PARTS,
@@ -112,7 +113,7 @@ class DevicePlanner:
 
 
 def micro_batches_of(
-    replicas: ReplicaSet, batch: object, given: MicroBatches | Literal["auto"], num_devices: int
+    replicas: ReplicaSet, batch: object, given: MicroBatches | Literal["auto"], num_devices: int, run: RunToCut
 ) -> tuple[tuple[Number, ...], str]:
     """M, or that it is chosen, for each device; and why none is chosen where a run would cut by a number that is named.
 
@@ -123,6 +124,7 @@ def micro_batches_of(
         batch: The whole of a batch.
         given: What was asked for.
         num_devices: How many there are.
+        run: That it is a dry run of.
 
     Raises:
         ConfigurationError: it is no number of micro-batches, or not one for each device.
@@ -132,7 +134,7 @@ def micro_batches_of(
         # Nothing to tell where a number that is named would not cut it either.
         if _why_in_one_piece(replicas, batch):
             return whole, ""
-        why_not = _why_none_is_chosen(replicas.root.module)
+        why_not = why_none_are_chosen(run) or _what_a_rehearsal_finds(replicas.root.module)
         if why_not:
             return whole, why_not
         automatic: Number = "auto"
@@ -155,8 +157,8 @@ def say_why_whole(why: str, plans: Iterable[MemoryPlan | None]) -> None:
         rank_zero_warn(f"dpx: the step is planned in one piece, where micro-batches may need less: {why}")
 
 
-def _why_none_is_chosen(module: Any) -> str:
-    """Why a run that chooses the number would leave the step in one piece, as far as the module tells."""
+def _what_a_rehearsal_finds(module: Any) -> str:
+    """Why a run that chooses the number would take it back, as far as the module tells."""
     norms = batch_norms_by_slice(module)
     if norms:
         return f"{', '.join(norms[:3])} would normalize by micro-batch; micro_batches=M cuts it all the same."

@@ -19,6 +19,7 @@ from lightning_dpx.lightning.lightning_api import rank_zero_info, rank_zero_warn
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.micro_batch_cost import seconds_of_a_micro_batch
+from lightning_dpx.lightning.memory.micro_batch_obstacles import RunToCut, why_none_are_chosen
 from lightning_dpx.lightning.memory.part_profiles import PartProfiles
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
 from lightning_dpx.lightning.memory.profiled_steps import KnownProfiles, by_device
@@ -235,24 +236,16 @@ class MicroBatchChooser:
     def why_in_one_piece(self, slices: list[BatchSlice]) -> str:
         """What stands in the way of micro-batches, known before anything is profiled."""
         session = self._session
-        if not session.module.automatic_optimization:
-            return "they optimize by hand."
-        if session.shifts:
-            return "parts of the module are shifted to other devices."
-        if session.whole_batches.reason_for("training_step") is not None:
-            return "their batches cannot be cut."
-        if session.has_processes:
-            return "there are several processes."
-        if any(len(devices_of(batch_slice.replica)) > 1 for batch_slice in slices):
-            return "a replica runs on several devices."
-        if session.options.verify == "off":
-            return "verify='off' leaves out the rehearsal that says whether they are what one device gives."
-        if torch.are_deterministic_algorithms_enabled():
-            return (
-                "deterministic algorithms are asked for, and how many would be chosen depends on times that are "
-                "measured; micro_batches=M names a number."
+        return why_none_are_chosen(
+            RunToCut(
+                verify=session.options.verify,
+                optimizes_by_hand=not session.module.automatic_optimization,
+                shifts=bool(session.shifts),
+                takes_batches_whole=session.whole_batches.reason_for("training_step") is not None,
+                has_processes=session.has_processes,
+                spans_devices=any(len(devices_of(batch_slice.replica)) > 1 for batch_slice in slices),
             )
-        return ""
+        )
 
     def _choice(
         self,

@@ -161,7 +161,7 @@ def _tuned(
     part = ProfilesByRows(profiles.of_part, few, current)
     whole(current)  # before the smaller one, as libraries fill their caches with it
     there = profiles.on_device(few)
-    numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices))
+    numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(settings.devices), settings.run)
     slices = SlicePlanners(
         trainer,
         module,

@@ -127,7 +127,7 @@ def _forecast(trainer: Trainer, module: LightningModule, batch: Any, settings: S
     # returns none and may have run no backward at all.
     if not module.automatic_optimization and not any(profile.requests for profile in profiles.slices.values()):
         raise PlanError("There is nothing to plan: the step runs no backward that needs what it saves.")
-    numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes))
+    numbers, why_whole = micro_batches_of(replicas, batch, settings.micro_batches, len(sizes), settings.run)
     forecasts = []
     followed = []
     planners = []

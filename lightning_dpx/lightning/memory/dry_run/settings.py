@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_dpx.errors import ConfigurationError
+from lightning_dpx.lightning.memory.micro_batch_obstacles import RunToCut
 from lightning_dpx.lightning.memory.step_times import Machines
 from lightning_dpx.memory import Planner
 from lightning_dpx.memory.plan_cache import PlanCache
@@ -34,6 +35,7 @@ class Settings:
         cache: Where profiles and plans of earlier dry runs are.
         micro_batches: As in the strategy; ``"auto"`` without a budget is 1.
         machines: What steps are timed for; ``None`` if they are not.
+        run: What else decides whether micro-batches are chosen.
         keeps_buckets: Whether DDP holds every gradient once more, in the buckets that it sends.
     """
 
@@ -47,6 +49,7 @@ class Settings:
     cache: PlanCache = field(default_factory=lambda: PlanCache(False))
     micro_batches: MicroBatches | Literal["auto"] = 1
     machines: Machines | None = None
+    run: RunToCut = field(default_factory=RunToCut)
     keeps_buckets: bool = False
 
     def budget_of(self, device: torch.device) -> int | float | None:
