@@ -46,6 +46,13 @@ def may_free_gradients(trainer: Trainer, module: LightningModule) -> bool:
     return all(id(parameter) in optimized for parameter in module.parameters() if parameter.requires_grad)
 
 
+def _leaves_idle_alone(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether nothing is kept for parameters without a gradient, over how many batches gradients are added up."""
+    if not module.automatic_optimization or compiled_parts(module):
+        return False
+    return all(map(_steps_once, trainer.strategy.optimizers))
+
+
 def _steps_once(optimizer: Any) -> bool:
     """Whether every update of an optimizer takes one training step."""
     home: str = inspect.unwrap(type(optimizer).step).__module__
@@ -106,7 +113,9 @@ class FreedGradients:
         except Exception:  # noqa: BLE001  a step without a loss, say: the profile that follows has more to say of it
             self._has_failed = True
         else:
-            self._are_read = reads.any
+            session = self._session
+            # Gradients that stay from batch to batch are not freed, whether any code reads them or not.
+            self._are_read = reads.any or not may_free_gradients(session.trainer, session.module)
 
     def _run_watched(self, batch_slice: BatchSlice, watched: Step) -> None:
         """Runs the step, and finds in its graph which parameters it leads no gradient to."""
@@ -159,7 +168,7 @@ class FreedGradients:
         replicas = session.replicas
         # Micro-batches of one device add their gradients to each other.
         is_one_device = self._is_alone() or (replicas.cuts_slices and len(replicas.devices) == 1)
-        return is_one_device and not self._has_others() and may_free_gradients(session.trainer, session.module)
+        return is_one_device and not self._has_others() and _leaves_idle_alone(session.trainer, session.module)
 
     def _is_alone(self) -> bool:
         """Whether the first replica has every batch; elsewhere gradients are summed, in memory that stays."""

@@ -58,24 +58,40 @@ class GivesGradients(Callback):
 
 
 def fit(
-    module: LightningModule, budget: int, micro_batches: int = 1, callbacks: Sequence[Callback] = ()
+    module: LightningModule,
+    budget: int,
+    micro_batches: int = 1,
+    callbacks: Sequence[Callback] = (),
+    accumulate_grad_batches: int = 1,
 ) -> list[int | None]:
     rooms = Rooms()
     strategy = dpx.DPXStrategy(memory_budget=budget, micro_batches=micro_batches, plan_cache=False)
-    trainer = make_trainer(strategy=strategy, devices=1, max_steps=6, callbacks=[*callbacks, rooms])
+    trainer = make_trainer(
+        strategy=strategy,
+        devices=1,
+        max_epochs=1,
+        callbacks=[*callbacks, rooms],
+        accumulate_grad_batches=accumulate_grad_batches,
+    )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(6 * ROWS, WIDTH)), ROWS))
     return rooms.seen
 
 
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_no_room_is_kept_for_gradients_and_states_of_what_no_step_uses(micro_batches: int) -> None:
+def test_no_room_is_kept_for_gradients_and_states_of_what_no_step_uses(
+    micro_batches: int, accumulate_grad_batches: int
+) -> None:
     # With a gradient and two states of the head it would be 4 times its size.
-    rooms = fit(HasUnusedHead(), 2 * UNUSED + ACTIVATIONS, micro_batches)
+    budget = 2 * UNUSED + ACTIVATIONS
+    rooms = fit(HasUnusedHead(), budget, micro_batches, accumulate_grad_batches=accumulate_grad_batches)
     assert len(rooms) == 6
 
 
-def test_a_step_that_uses_them_later_has_memory_planned_anew() -> None:
-    rooms = fit(HasUnusedHead(uses_from=2), 5 * UNUSED + ACTIVATIONS // 3)
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 3])
+def test_a_step_that_uses_them_later_has_memory_planned_anew(accumulate_grad_batches: int) -> None:
+    budget = 5 * UNUSED + ACTIVATIONS // 3
+    rooms = fit(HasUnusedHead(uses_from=2), budget, accumulate_grad_batches=accumulate_grad_batches)
     first, last = rooms[0], rooms[-1]
     assert first is not None
     assert last is not None
