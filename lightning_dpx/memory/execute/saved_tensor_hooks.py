@@ -327,7 +327,9 @@ class Rematerialization(GraphTape):
         self._forward.differs = self._forward.differs or is_other
         by_similar = similar if is_other or (similar is not None and similar.of_all) else None
         is_to_drop = value.name in self.actions.dropped or (by_similar is not None and by_similar.drop(value))
-        if is_to_drop and self.can_make(value, node, output, by_similar):
+        if is_to_drop and similar is not None and similar.is_made_otherwise(value):
+            self.refused[value.name] = f"{value.operator} makes it in this step, and the plan has not tried that"
+        elif is_to_drop and self.can_make(value, node, output, by_similar):
             if value.name in self._uncached_order:
                 self._undecided.append(weakref.ref(value))
             return True

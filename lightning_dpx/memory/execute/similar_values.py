@@ -104,6 +104,18 @@ class SimilarValues:
         """Whether the memory of ``value`` is not that of what the forward takes."""
         return value.identity is None or value.identity.storage not in self.given
 
+    def is_made_otherwise(self, value: Value) -> bool:
+        """Whether another operator has made ``value`` than the one that the plan has decided about, and tried.
+
+        Where contents decide how often something is done, as in packed sequences, a place in a step may be another
+        one's next time. What a recipe gives was compared for the plan's own operators only: a sigmoid in place, on a
+        part of a larger tensor, has other last digits than one of its own.
+        """
+        planned = self._decided.get(value.name)
+        if planned is None or not (planned.operator and value.operator):
+            return False
+        return value.operator != planned.operator and value.operator not in self._trusted
+
     def drop(self, value: Value) -> bool:
         """Whether ``value``, which the plan does not drop, is dropped if a recipe for it is known."""
         # What a recipe gives was compared for the plan's own operators only.

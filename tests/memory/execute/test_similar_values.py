@@ -14,6 +14,7 @@ from lightning_dpx.bench.allocations import peak_of_passing
 from lightning_dpx.memory import MemoryPlan
 from lightning_dpx.memory.apply import applied_plan
 from tests.conftest import SIMULATED
+from tests.memory.steps import DropsEverything
 
 WIDTH, ROWS = 64, 512
 TOLD = "it is another step than the planned one, or a larger one"
@@ -215,3 +216,35 @@ def test_a_plan_that_only_replays_calls_tells_of_more_rows_as_well() -> None:
     module.rows = plain.rows = [4 * ROWS] * 6
     with pytest.warns(UserWarning, match=TOLD):
         assert same(step(module, x.repeat(4, 1)), step(plain, x.repeat(4, 1)))
+
+
+class Packed(nn.Module):
+    """A recurrent net over sequences of different lengths, whose contents decide which operator saves which value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 48)
+        self.net = nn.GRU(48, 48, 2, batch_first=True, dropout=0.2)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows, lengths = batch
+        parts = [self.embedding(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        out: Tensor = self.net(nn.utils.rnn.pack_sequence(parts, enforce_sorted=False))[0].data
+        return out
+
+
+def test_a_value_that_another_operator_makes_than_the_planned_one_is_kept() -> None:
+    torch.manual_seed(0)
+    module = Packed()
+    plain = copy.deepcopy(module)
+    batches = [(torch.randint(100, (32, 32)), torch.randint(8, 33, (32,))) for _ in range(12)]
+    plan = dpx.search_plan(module, batches[0], planner=DropsEverything(), progress=False)
+    dpx.apply_plan(module, plan)
+    for seed, batch in enumerate(batches):
+        found = []
+        for one in (module, plain):
+            one.zero_grad(set_to_none=True)
+            torch.manual_seed(seed)
+            one(batch).square().mean().backward()
+            found.append([parameter.grad for parameter in one.parameters()])
+        assert same(*found)
