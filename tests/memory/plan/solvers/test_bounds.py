@@ -10,7 +10,7 @@ from tests.memory.chains import chain_profile
 from tests.memory.random_steps import MOST_UNITS, blocks, budgets_and_least, every_choice, random_profile
 
 
-@pytest.mark.parametrize("block", blocks(8, usual=4))
+@pytest.mark.parametrize("block", blocks(8, usual=2))
 def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     tight = total = 0
     for seed in range(25 * block, 25 * block + 25):

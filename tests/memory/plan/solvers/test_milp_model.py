@@ -20,7 +20,7 @@ from tests.memory.random_steps import MOST_UNITS, blocks, budgets_and_least, ran
 __all__ = ["without_highs"]
 
 
-@pytest.mark.parametrize("block", blocks(8, usual=4))
+@pytest.mark.parametrize("block", blocks(8, usual=2))
 def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     pytest.importorskip("highspy")
     tight = found = possible = 0
@@ -41,7 +41,7 @@ def test_the_bound_is_below_all_choices_for_random_steps(block: int) -> None:
     assert found >= 0.6 * possible
 
 
-@pytest.mark.parametrize("block", blocks(3, usual=2))
+@pytest.mark.parametrize("block", blocks(3, usual=1))
 def test_with_what_passes_while_values_are_made_the_solution_is_that_of_all_choices(block: int) -> None:
     """Also where nothing but what operators take inside of a repetition decides, and where nothing fits."""
     pytest.importorskip("highspy")
