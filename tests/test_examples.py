@@ -20,7 +20,7 @@ def run_example(name: str, *options: str) -> str:
 
 
 def test_digits_reaches_97_percent_with_the_weights_of_one_device() -> None:
-    printed = run_example("digits.py", "--devices", "4")
+    printed = run_example("digits.py", "--devices", "4", "--epochs", "4")
     assert float(re.search(r"test accuracy ([\d.]+)%", printed)[1]) >= 97
     assert float(re.search(r"to one CPU: ([\d.e+-]+)", printed)[1]) <= 1e-5
 
@@ -32,7 +32,7 @@ def test_digits_runs_with_the_strategies_that_it_is_compared_with() -> None:
 
 
 def test_char_gpt_learns_and_writes() -> None:
-    printed = run_example("char_gpt.py", "--devices", "2", "--steps", "60")
+    printed = run_example("char_gpt.py", "--devices", "2", "--steps", "30", "--batch-size", "16")
     before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", printed).groups())
     assert after < 0.7 * before
     assert printed.splitlines()[1].startswith("def ")

@@ -35,7 +35,7 @@ class Rows(Dataset[Any]):
         return self.items[index]
 
 
-def token_rows(num_rows: int = 14, length: int = 6) -> list[dict[str, torch.Tensor]]:
+def token_rows(num_rows: int = 9, length: int = 6) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, 32, (num_rows, length), generator=generator)
     return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 3} for row in tokens]

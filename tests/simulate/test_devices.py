@@ -146,7 +146,7 @@ def test_dropout_is_reproducible(execution, sim) -> None:
         return run(model, **options)
 
     first = weights()
-    for _ in range(4):
+    for _ in range(2):
         assert_equal(weights(), first, bitwise=True)
 
 
