@@ -29,7 +29,7 @@ CAN_FORK = hasattr(os, "pidfd_open") and hasattr(socket, "send_fds")
 class Program:
     """A running process, with the methods of :class:`subprocess.Popen` that tests use."""
 
-    def __init__(self, request: Mapping[str, Any], *, joint: bool) -> None:
+    def __init__(self, request: Mapping[str, Any], *, joint: bool, output: Any = None) -> None:
         self.args = request["arguments"]
         self.returncode: int | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  read after the process has ended
@@ -37,7 +37,7 @@ class Program:
         self._joint = joint
         for file in (self._output, self._errors):
             weakref.finalize(self, file.close)
-        self.pid = _ask(request, [self._output.fileno(), self._errors.fileno()])
+        self.pid = _ask(request, [(output or self._output).fileno(), self._errors.fileno()])
         self._handle = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
@@ -96,7 +96,11 @@ def free_port() -> int:
 
 
 def start(
-    *arguments: object, environment: Mapping[str, str] | None = None, joint: bool = False, folder: Path | None = None
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    joint: bool = False,
+    folder: Path | None = None,
+    output: Any = None,
 ) -> Any:
     """Starts a Python program; a :class:`Program`, or a :class:`subprocess.Popen` where there are no servers.
 
@@ -105,15 +109,16 @@ def start(
         environment: Variables beside those of the tests.
         joint: Whether standard error goes where standard output goes.
         folder: Where it runs; that of the tests unless given.
+        output: A file that standard output goes to, and from which nothing is read: a pipe, or a device.
     """
     texts = [str(argument) for argument in arguments]
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+    variables = {**_variables(), **(environment or {})}
     if CAN_FORK:
         request = {"arguments": texts, "environment": variables, "folder": str(folder or Path.cwd())}
-        return Program(request, joint=joint)
+        return Program(request, joint=joint, output=output)
     errors = subprocess.STDOUT if joint else subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, *texts], env=variables, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+        [sys.executable, *texts], env=variables, cwd=folder, stdout=output or subprocess.PIPE, stderr=errors, text=True
     )
 
 
@@ -210,11 +215,17 @@ def _server() -> socket.socket:
         # -P: the folder of the server is none to import from; tests/lightning would stand in for lightning there
         process = subprocess.Popen(
             [sys.executable, "-P", str(SERVER), *map(str, numbers)],
-            pass_fds=numbers, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            pass_fds=numbers, cwd=REPOSITORY, env=_variables(),
         )  # fmt: skip
     atexit.register(process.wait)
     atexit.register(ours.close)  # first: that is what ends it
     return ours
+
+
+def _variables() -> dict[str, str]:
+    # Whose words are written at once meets other errors than a program does: argparse drops its own.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**kept, "PYTHONPATH": str(REPOSITORY)}
 
 
 def _ask(request: Mapping[str, Any], files: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_dpx.cli import main
+from tests import programs
 from tests.commands.test_plan import Shallow
 
 
@@ -46,11 +47,8 @@ def test_an_error_of_this_package_is_a_line_and_a_status(capsys: pytest.CaptureF
 def test_a_reader_that_ends_ends_the_command_without_a_word(arguments: list[str]) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "lightning_dpx", *arguments]
-    # With every word written at once, argparse itself would meet the error, and drop it.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with os.fdopen(writes, "w") as pipe:
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=300, env=environment)
+        done = programs.run("-m", "lightning_dpx", *arguments, output=pipe)
     assert (done.returncode, done.stderr) == (141, "")
 
 
@@ -59,18 +57,16 @@ def test_a_reader_that_ends_ends_training_with_the_same_status() -> None:
     config = ["--model", "lightning.pytorch.demos.boring_classes.BoringModel", "--trainer.fast_dev_run", "true"]
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "lightning_dpx", "fit", *config, "--trainer.accelerator", "cpu"]
     with os.fdopen(writes, "w") as pipe:
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = programs.run("-m", "lightning_dpx", "fit", *config, "--trainer.accelerator", "cpu", output=pipe)
     assert done.returncode == 141
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no file that is always full")
 def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
-    command = [sys.executable, "-m", "lightning_dpx", "doctor"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = programs.run("-m", "lightning_dpx", "doctor", output=full)
     assert (done.returncode, done.stderr) == (1, "dpx: standard output cannot be written: No space left on device\n")
 
 
@@ -147,7 +143,7 @@ def test_only_what_does_not_fit_has_status_2(tmp_path: Path, capsys: pytest.Capt
             assert "Traceback" not in capsys.readouterr().err
     assert main(["bench", "nobody"]) == 1
     assert main(["plan", *own, "--devices", "cuda:0", "--budget", "1KiB"]) == 2
-    assert main(["tune", *own, "--devices", "cuda:0", "--budget", "1KiB"]) == 2
+    assert main(["tune", *own, "--devices", "cuda:0", "--budget", "1KiB", "--batch-sizes", "64"]) == 2
     # A program's own status is its own, unless it would say that something does not fit.
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--model", "tests.test_cli.Ends"])

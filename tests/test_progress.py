@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dpx import progress
 from lightning_dpx.memory import search_plan
+from tests import programs
 
 
 class Terminal(io.StringIO):
@@ -87,7 +88,8 @@ def test_a_cell_of_a_notebook_shows_how_far_it_is_and_is_empty_in_the_end() -> N
     """In a kernel of its own, as a person runs it."""
     cells = [nbformat.v4.new_code_cell(source) for source in (IMPORT, SHOWS, ENDS, SHOWS)]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, kernel_name="python3", timeout=200).execute()
+    with programs.quick_interpreter():
+        NotebookClient(notebook, kernel_name="python3", timeout=200).execute()
     _, ended, ends, shows = notebook.cells
     # One output each, and none on standard error.
     for cell, text in ((ended, ""), (shows, SHOWN)):

@@ -1,7 +1,5 @@
 """The profiler sees the operators of replicas in threads, which torch's alone does not."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 from lightning.pytorch.profilers import PyTorchProfiler
 
 import lightning_dpx as dpx
+from tests import programs
 from tests.conftest import make_loader, make_trainer, seeded
 
 
@@ -69,9 +68,7 @@ trainer.fit(model)
 
 
 def test_a_fit_that_fails_ends_with_its_error(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = programs.run("-c", FAILING, tmp_path)
     # Not by a signal: a process that crashes has a negative status.
     assert ended.returncode == 1, ended.stderr
     assert "ValueError: of the step" in ended.stderr
