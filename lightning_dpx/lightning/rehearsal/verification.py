@@ -259,7 +259,7 @@ class Verification:
         try:
             with self._rehearsal(call, self._loss_reduction) as rehearsal:
                 # A larger batch may be the first one that is cut, and then its rehearsal is the first as well.
-                has_planned = self._strategy.session.memory.has_planned_step
+                has_planned = self._session.memory.has_planned_step
                 outcome = rehearsal.run(follows_steps=has_planned or self._again.get(call.key, 0) > 0)
         except SlicesFail as failure:
             if not fallbacks.left_micro_batches(call.name, NOT_ALIKE + failure.reason):

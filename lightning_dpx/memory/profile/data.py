@@ -3,8 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dpx.memory.call_names import path_of
-
 # The plan cache writes these classes to disk as lists of their fields, and reads them back by
 # position: a field holds numbers, texts, tuples and classes of this module, and nothing else.
 
@@ -190,7 +188,7 @@ class CompiledCall:
     @property
     def path(self) -> str:
         """The path of the compiled part."""
-        return path_of(self.name)
+        return self.name.partition("#")[0]
 
     def moved(self, event: Moved) -> "CompiledCall":
         """The same in a step with other events."""
