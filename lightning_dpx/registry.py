@@ -38,10 +38,10 @@ class Registry(Generic[T]):
             >>> @dpx.register_reducer("one_by_one")
             ... class OneByOne(dpx.GradientReducer):
             ...     '''Adds up on the owner, one gradient after the other.'''
-            ...     def _sum(self, lists, targets):
+            ...     def sum_between_devices(self, lists, targets):
             ...         owners = [self.distinct_devices[target] for target in targets]
             ...         columns = zip(zip(*lists), owners)
-            ...         return [sum(self._move(part, owner) for part in parts) for parts, owner in columns]
+            ...         return [sum(self.move(part, owner) for part in parts) for parts, owner in columns]
         """
 
         if not isinstance(name, str) or not name or name in self._reserved:

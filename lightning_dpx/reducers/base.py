@@ -30,8 +30,8 @@ _KIND = operator.attrgetter("shape", "dtype", "layout")
 class GradientReducer(ABC):
     """Sums the gradients of K replicas.
 
-    Subclass it, write ``_sum``, which is called where gradients lie on several devices, decorate the class with
-    ``@register_reducer("name")``, and ``DPXStrategy(reducer="name")`` uses it.
+    Subclass it, write ``sum_between_devices``, which is called where gradients lie on several devices, decorate the
+    class with ``@register_reducer("name")``, and ``DPXStrategy(reducer="name")`` uses it.
 
     Args:
         devices: K devices, one per replica; the first one owns the parameters unless :meth:`owners` says otherwise.
@@ -44,11 +44,11 @@ class GradientReducer(ABC):
         >>> @dpx.register_reducer("first_only")
         ... class FirstOnly(dpx.GradientReducer):
         ...     '''Adds up on the first device, one gradient after the other.'''
-        ...     def _sum(self, lists, targets):
+        ...     def sum_between_devices(self, lists, targets):
         ...         totals = []
         ...         for parts, target in zip(zip(*lists), targets):
-        ...             total = sum(self._move(part, self.distinct_devices[0]) for part in parts)
-        ...             totals.append(self._move(total, self.distinct_devices[target]))
+        ...             total = sum(self.move(part, self.distinct_devices[0]) for part in parts)
+        ...             totals.append(self.move(total, self.distinct_devices[target]))
         ...         return totals
         >>> strategy = dpx.DPXStrategy(reducer="first_only")
     """
@@ -114,7 +114,7 @@ class GradientReducer(ABC):
         lists = self._sum_per_device(grads, dense)
         shrink = self._scale_down(lists)
         # On one device there is nothing to move, so the modes do not differ.
-        sums = lists[0] if len(lists) == 1 else self._sum(lists, [targets[index] for index in dense])
+        sums = lists[0] if len(lists) == 1 else self.sum_between_devices(lists, [targets[index] for index in dense])
         # What was divided before it travelled is multiplied back, in its own dtype.
         if shrink != 1 and sums:
             foreach_div_(sums, shrink)
@@ -140,7 +140,7 @@ class GradientReducer(ABC):
         lists = self._sum_per_device(grads, dense)
         shrink = self._scale_down(lists)
         # Into the replicas' own gradients: replicas of one device must not share a tensor.
-        spread = self._sum_everywhere(lists) if len(lists) > 1 else lists
+        spread = self.sum_on_every_device(lists) if len(lists) > 1 else lists
         if shrink != 1:
             for sums in spread:
                 foreach_div_(sums, shrink)
@@ -158,26 +158,26 @@ class GradientReducer(ABC):
         return totals
 
     @abstractmethod
-    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+    def sum_between_devices(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         """The sums of D > 1 lists of n dense gradients, each on the device that ``targets`` names.
 
-        The tensors of ``lists`` may be overwritten. :meth:`_move` brings one to another device.
+        The tensors of ``lists`` may be overwritten. :meth:`move` brings one to another device.
 
         Args:
             lists: D x n, the gradients on each of ``self.distinct_devices``; halves come as float32.
             targets: n indices of ``self.distinct_devices``.
         """
 
-    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
+    def sum_on_every_device(self, lists: Sequence[Dense]) -> list[Dense]:
         """The sums of D > 1 lists of n dense gradients, on every device."""
         # What every reducer can do: sum on the first device, and send the result to the others.
-        sums = self._sum(lists, [0] * len(lists[0]))
+        sums = self.sum_between_devices(lists, [0] * len(lists[0]))
         spread = []
         for device in self.distinct_devices:
-            spread.append([self._move(tensor, device) for tensor in sums])
+            spread.append([self.move(tensor, device) for tensor in sums])
         return spread
 
-    def _move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """``tensor`` on ``device``; it travels in the communication dtype."""
         if tensor.device == device:
             return tensor

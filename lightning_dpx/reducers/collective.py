@@ -16,7 +16,7 @@ class CollectiveReducer(GradientReducer):
     2009); no device becomes a bottleneck. Additions are in the order of the devices: two runs are bit-equal.
     """
 
-    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+    def sum_between_devices(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
             # One bucket for each dtype and owner: device d then sums its share of all of them in
@@ -26,7 +26,7 @@ class CollectiveReducer(GradientReducer):
             unflatten_into(self._gathered(shares, device), lists[0], indices, result)
         return result
 
-    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
+    def sum_on_every_device(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
             shares = self._shares(flatten_each(lists, indices))
@@ -41,12 +41,12 @@ class CollectiveReducer(GradientReducer):
         shares = []
         for number, device in enumerate(self.distinct_devices):
             # In the order of the devices, whichever sums: float addition is not associative, and runs shall repeat.
-            total = self._move(pieces[0][number], device)
+            total = self.move(pieces[0][number], device)
             for row in pieces[1:]:
-                total = total.add_(self._move(row[number], device))
+                total = total.add_(self.move(row[number], device))
             shares.append(total)
         return shares
 
     def _gathered(self, shares: Dense, device: torch.device) -> torch.Tensor:
         # The gather copies in any case, as the shares come from D devices.
-        return torch.cat([self._move(share, device) for share in shares])
+        return torch.cat([self.move(share, device) for share in shares])

@@ -18,5 +18,5 @@ class ColocateReducer(NaiveReducer):
     def owners(self, sizes: Sequence[int]) -> list[int]:
         return [self.devices.index(device) for device in least_loaded_placement(sizes, self.distinct_devices)]
 
-    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+    def sum_between_devices(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         return self._sum_at(lists, targets, targets)

@@ -46,7 +46,7 @@ class HierarchicalReducer(GradientReducer):
                 f"{len(self.distinct_devices) - 1} once."
             )
 
-    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+    def sum_between_devices(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for turn, indices in enumerate(self._buckets(lists[0], targets)):
             target = targets[indices[0]]
@@ -55,11 +55,11 @@ class HierarchicalReducer(GradientReducer):
             # sends one bucket across the slow link, however many devices it has.
             groups = sorted(self.groups, key=lambda group: target not in group)
             leaders = [self._sum_group(buckets, group, turn) for group in groups]
-            bucket = self._move(self._sum_leaders(leaders), self.distinct_devices[target])
+            bucket = self.move(self._sum_leaders(leaders), self.distinct_devices[target])
             unflatten_into(bucket, lists[target], indices, result)
         return result
 
-    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
+    def sum_on_every_device(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(lists[0]) for _ in lists]
         for turn, indices in enumerate(self._buckets(lists[0], [0] * len(lists[0]))):
             buckets = flatten_each(lists, indices)
@@ -69,10 +69,10 @@ class HierarchicalReducer(GradientReducer):
             homes = [leader.device for leader in leaders]
             total = self._sum_leaders(leaders)
             for group, home in zip(self.groups, homes, strict=True):
-                arrived = self._move(total, home)
+                arrived = self.move(total, home)
                 for member in group:
                     unflatten_into(
-                        self._move(arrived, self.distinct_devices[member]), lists[member], indices, spread[member]
+                        self.move(arrived, self.distinct_devices[member]), lists[member], indices, spread[member]
                     )
         return spread
 
@@ -92,13 +92,13 @@ class HierarchicalReducer(GradientReducer):
         leader = self.distinct_devices[group[turn % len(group)]]
         # In the order of the group and not from the leader on, or the bits would depend on the
         # turn.
-        total = self._move(buckets[group[0]], leader)
+        total = self.move(buckets[group[0]], leader)
         for member in group[1:]:
-            total = total.add_(self._move(buckets[member], leader))
+            total = total.add_(self.move(buckets[member], leader))
         return total
 
     def _sum_leaders(self, leaders: Dense) -> torch.Tensor:
         total = leaders[0]
         for other in leaders[1:]:
-            total = total.add_(self._move(other, total.device))
+            total = total.add_(self.move(other, total.device))
         return total

@@ -16,7 +16,7 @@ class NaiveReducer(GradientReducer):
     the large ones. The order of the additions never changes: two runs are bit-equal.
     """
 
-    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+    def sum_between_devices(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         # Lists of D devices: the sums are spread over all of them, in turn.
         dealt = {index: turn % len(lists) for turn, index in enumerate(reversed(range(len(targets))))}
         return self._sum_at(lists, [dealt[index] for index in range(len(targets))], targets)
@@ -28,10 +28,10 @@ class NaiveReducer(GradientReducer):
             indices = [index for index, where in enumerate(meeting) if where == number]
             if not indices:
                 continue
-            sums = [self._move(lists[0][index], device) for index in indices]
+            sums = [self.move(lists[0][index], device) for index in indices]
             # All tensors of a device in one call: for the many small ones of a network the calls are the time.
             for row in lists[1:]:
-                foreach_add_(sums, [self._move(row[index], device) for index in indices])
+                foreach_add_(sums, [self.move(row[index], device) for index in indices])
             for index, total in zip(indices, sums, strict=True):
-                result[index] = self._move(total, self.distinct_devices[targets[index]])
+                result[index] = self.move(total, self.distinct_devices[targets[index]])
         return result

@@ -37,7 +37,7 @@ class NCCLReducer(GradientReducer):
                 f"{', '.join(map(str, self.devices))}; use 'auto', 'collective' or 'naive' here."
             )
 
-    def _sum(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
+    def sum_between_devices(self, lists: Sequence[Dense], targets: Sequence[int]) -> Dense:
         result: Dense = list(lists[0])
         for indices in alike(lists[0], targets):
             target = targets[indices[0]]
@@ -49,7 +49,7 @@ class NCCLReducer(GradientReducer):
             unflatten_into(_arrived(buckets[target], own[indices[0]].dtype), own, indices, result)
         return result
 
-    def _sum_everywhere(self, lists: Sequence[Dense]) -> list[Dense]:
+    def sum_on_every_device(self, lists: Sequence[Dense]) -> list[Dense]:
         spread: list[Dense] = [list(row) for row in lists]
         for indices in alike(lists[0], [0] * len(lists[0])):
             buckets = self._buckets(lists, indices)

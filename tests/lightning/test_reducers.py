@@ -54,7 +54,7 @@ def test_trains_to_the_weights_of_one_device(name: str, options: dict[str, Any],
     assert_equal(strip_rows(ours), strip_rows(run(seeded(optimizer="adam"), **options)))
 
 
-WRITTEN = "_sum"  # the one method that all examples of a reducer write
+WRITTEN = "sum_between_devices"  # the one method that all examples of a reducer write
 
 
 def documented_reducers() -> dict[str, str]:
