@@ -117,14 +117,14 @@ class Run:
         if self.has_contexts:
             # The end hook is a part of the step, so the plan and the shift cover what it computes.
             with self.context(module):  # type: ignore[arg-type]  # connect() sets the module first
-                return self.finished(name, self.lightnings_step(name, args, kwargs))
-        # Not by way of lightnings_step(): a traceback shows every frame above the user's step, and
+                return self.finished(name, self.step_without_end_hook(name, args, kwargs))
+        # Not by way of step_without_end_hook(): a traceback shows every frame above the user's step, and
         # a test counts them.
         with step_context(strategy.precision_plugin, name):
             outputs = getattr(module, name)(*args, **kwargs)
         return self.finished(name, outputs)
 
-    def lightnings_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step_without_end_hook(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step in the precision's context, without its end hook."""
         with step_context(self.strategy.precision_plugin, name):
             return getattr(self.strategy.lightning_module, name)(*args, **kwargs)
@@ -178,23 +178,23 @@ class OneDevice(Run):
     def optimize_owners(self) -> None:
         """The optimizers change the only parameters that there are."""
 
-    def load_optimizer_states(self, lightnings: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
-        """As Lightning does, on one device; where parts are shifted each state goes to its parameter."""
+    def load_optimizer_states(self, default: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
+        """As Lightning does by default, on one device; where parts are shifted each state goes to its parameter."""
         # Lightning moves all states to the root device after loading, away from shifted parameters.
         if self.shifts:
             load_states(self.strategy.optimizers, checkpoint)
         else:
-            lightnings(checkpoint)
+            default(checkpoint)
 
     def step_optimizer(
-        self, lightnings: Callable[..., Any], optimizer: Any, closure: Any, model: Any, kwargs: dict[str, Any]
+        self, default: Callable[..., Any], optimizer: Any, closure: Any, model: Any, kwargs: dict[str, Any]
     ) -> Any:
         """As Lightning does."""
-        return lightnings(optimizer, closure, model, **kwargs)
+        return default(optimizer, closure, model, **kwargs)
 
-    def batch_to_device(self, lightnings: Callable[..., Any], batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def batch_to_device(self, default: Callable[..., Any], batch: Any, device: Any, dataloader_idx: int) -> Any:
         """As Lightning does."""
-        return lightnings(batch, device, dataloader_idx)
+        return default(batch, device, dataloader_idx)
 
     def check_replicas(self) -> None:
         """There is nothing to compare."""

@@ -188,11 +188,11 @@ class Session(Run):
         """Optimizers change the owners' copies, also in groups that they got later."""
         optimize_owners(self)
 
-    def load_optimizer_states(self, lightnings: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_states(self, default: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does where all is on one device; otherwise the state of each parameter goes to its owner.
 
         Args:
-            lightnings: What Lightning would do.
+            default: What Lightning would do.
             checkpoint: As it was saved.
         """
         # Lightning moves all states to the root device after loading, away
@@ -200,13 +200,13 @@ class Session(Run):
         if self.shifts or self.step.has_other_owners:
             load_states(self.strategy.optimizers, checkpoint)
         else:
-            lightnings(checkpoint)
+            default(checkpoint)
 
-    def batch_to_device(self, lightnings: Callable[..., Any], batch: Any, device: Any, dataloader_idx: int) -> Any:
+    def batch_to_device(self, default: Callable[..., Any], batch: Any, device: Any, dataloader_idx: int) -> Any:
         """The batch stays as the loader gave it; each replica moves its own slice.
 
         Args:
-            lightnings: What Lightning would do, where a device is named.
+            default: What Lightning would do, where a device is named.
             batch: From the loader.
             device: Where to; ``None`` for where it is used.
             dataloader_idx: Which loader gave it.
@@ -214,15 +214,15 @@ class Session(Run):
         # Lightning's loops name no device. A caller that names one wants the batch moved there.
         if device is None:
             return self.batches.show(batch)
-        return lightnings(batch, device, dataloader_idx)
+        return default(batch, device, dataloader_idx)
 
     def step_optimizer(
-        self, lightnings: Callable[..., Any], optimizer: Any, closure: Any, model: Any, kwargs: dict[str, Any]
+        self, default: Callable[..., Any], optimizer: Any, closure: Any, model: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Steps on the owners; the replicas follow before their next forward.
 
         Args:
-            lightnings: Runs the closure and steps the optimizer.
+            default: Runs the closure and steps the optimizer.
             optimizer: The user's.
             closure: Forward and backward of a step, if automatic.
             model: The user's module.
@@ -238,9 +238,9 @@ class Session(Run):
             closure = untraced(self.gradient_hooks.closure(optimizer, closure, self.replicas, self.step))
         if self.gradient_hooks.look_at_owners:
             with self.gradient_hooks.round_step(self.strategy.dpx_precision.wrapped):
-                result = lightnings(optimizer, closure, model, **kwargs)
+                result = default(optimizer, closure, model, **kwargs)
         else:
-            result = lightnings(optimizer, closure, model, **kwargs)
+            result = default(optimizer, closure, model, **kwargs)
         manual = self.training.manual
         # The step that the closure has just run may have ended the session. In a shared step by
         # hand ManualOptimization has the replicas follow, at every call of an optimizer.

@@ -71,7 +71,7 @@ class ThreadChoice:
 
             def alone() -> Any:
                 batch = session.batches.for_replica(batch_slice)
-                return session.lightnings_step("training_step", (batch, *args[1:]), kwargs)
+                return session.step_without_end_hook("training_step", (batch, *args[1:]), kwargs)
 
             output = trial.watch(alone)
             # The step on slices takes the same items as the one that was watched.
