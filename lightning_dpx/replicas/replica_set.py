@@ -482,6 +482,9 @@ class ReplicaSet:
 
 def _execution_of(module: nn.Module, asked: Execution) -> Execution:
     """What was asked for, or in line where code is compiled."""
+    # A look through the code of all classes, which rehearsals, in line as a rule, would take many times.
+    if asked == "inline":
+        return asked
     # Threads that enter compiled code at once make each other's guards fail, as "Dynamo is not thread safe"
     # (pytorch/pytorch#118260): it was compiled anew each time, until torch gave it up.
     compiled = compiled_names(module)
