@@ -70,6 +70,12 @@ class HiddenTensors:
             pair.note(source, copied)
             self._pairs.append(pair)
 
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The tensors of the first replica that are still there."""
+        found = [pair.source() for pair in self._pairs]
+        return [source for source in found if source is not None]
+
     def mark_changed(self) -> None:
         """Before the next step, the bits of parameters and small tensors are looked at."""
         self._looks = True

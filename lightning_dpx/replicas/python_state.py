@@ -31,6 +31,7 @@ from lightning_dpx.replicas.replica import Replica
 from lightning_dpx.replicas.seen_attributes import AttributeChanges, SeenAttributes
 from lightning_dpx.replicas.shared_containers import SharedContainers
 from lightning_dpx.replicas.shared_iterators import IteratorsOfStep
+from lightning_dpx.replicas.tensors_before import HiddenBefore
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _MISSING = object()
@@ -66,6 +67,7 @@ class PythonState:
         hidden = HiddenModules(self._root, skip, self._others)
         self._counterparts = Counterparts(self._root, Mirrors(hidden), keep)
         # On one device the other replicas can use tensors as they are.
+        self._hidden = HiddenBefore()  # of the step that is under way, where it may run again
         several_devices = any(replica.device != self._root.device for replica in self._others)
         self._containers = SharedContainers(
             self._counterparts.is_boundary, self._root.device if several_devices else None
@@ -109,6 +111,7 @@ class PythonState:
         if not self._others:
             return
         self._seen.begin()
+        self._hidden = HiddenBefore()
         self._follow_structure()
         # Memos go by ids, and what a step has dropped may have left its id to something new.
         self._counterparts.forget()
@@ -260,6 +263,9 @@ class PythonState:
     def hold_tensors(self) -> None:
         """After :meth:`share`, of a step that may run again: :meth:`put_back` gives attributes their tensors."""
         self._seen.hold_tensors()
+        # All replicas have pairs with the same ones.
+        if self._others:
+            self._hidden = HiddenBefore(self._others[0].hidden.sources)
 
     def can_put_back(self, lists: Iterable[tuple[str, str]] = ()) -> bool:
         """Whether :meth:`put_back` would undo what the step, which has run, has done to tensors.
@@ -272,7 +278,9 @@ class PythonState:
         for index, key in self._counterparts.mirrors.changed():
             if not any(modules[index] is module and key == name for module, name in apart):
                 return False
-        return not self._seen.tensors_are_lost and self._containers.can_put_back()
+        if self._seen.tensors_are_lost or self._hidden.are_lost:
+            return False
+        return self._containers.can_put_back()
 
     def grown_containers(self) -> set[str]:
         """Before :meth:`collect`: the attributes behind which the step has given shared containers items, by path."""
@@ -290,6 +298,7 @@ class PythonState:
             return
         self._containers.put_back()
         self._seen.put_back()
+        self._hidden.put_back()
 
     # ---- what is shared, and what is mirrored ----
 

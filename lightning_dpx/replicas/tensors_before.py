@@ -78,6 +78,57 @@ class TensorsBefore:
             held.put_back()
 
 
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A tensor in a container or an object, before the step.
+
+    Attributes:
+        tensor: Itself.
+        version: How often it had been written.
+        values: Its values; ``None`` of a large one, and of a parameter, as a teacher has many of.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor | None
+
+    @property
+    def was_written(self) -> bool:
+        return version_of(self.tensor) != self.version
+
+
+class HiddenBefore:
+    """Tensors in containers and objects of the user's module, which a step writes in place, as they are now.
+
+    Args:
+        tensors: Them.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._held: list[_Hidden] = []
+        for tensor in tensors:
+            is_copied = _is_small(tensor) and not isinstance(tensor, torch.nn.Parameter)
+            values = tensor.detach().clone() if is_copied else None
+            self._held.append(_Hidden(tensor, version_of(tensor), values))
+
+    @property
+    def are_lost(self) -> bool:
+        """Whether one was written that cannot be put back."""
+        return any(held.values is None and held.was_written for held in self._held)
+
+    def put_back(self) -> None:
+        """They hold what they held."""
+        for held in self._held:
+            if held.values is not None and held.was_written:
+                with torch.no_grad():
+                    held.tensor.copy_(held.values)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    # Of a sparse one the number of bytes says nothing, and one of inference mode counts no writes.
+    return tensor.layout == torch.strided and not tensor.is_inference() and bytes_of([tensor]) <= _LARGEST
+
+
 def _held(state: dict[str, Any], key: str, seen: SeenTensor, tensor: torch.Tensor) -> _Held:
     # What a copy of a subclass is, only that knows.
     if type(tensor) is not torch.Tensor or tensor.is_inference() or bytes_of([tensor]) > _LARGEST:

@@ -1,6 +1,7 @@
 """Buffers that steps begin to write, or write in another way, in a later batch are what one device has there."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,3 +131,33 @@ def test_a_buffer_that_some_slices_register_is_that_of_the_whole_batch(options: 
     expected = alone.state_dict()
     assert expected["seen"] == 106
     torch.testing.assert_close(model.state_dict(), expected)
+
+
+class CountsInAList(Classifier):
+    """Counts its steps in a tensor that a list holds, and uses that; the third one leaves a note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [torch.zeros(1)]
+        self.noted: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.counts[0].add_(1)
+        if self.global_step == 2:
+            self.noted.append(batch_idx)
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] / self.counts[0].to(self.device)[0]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_that_runs_again_counts_once_in_tensors_of_containers(way: str) -> None:
+    found = []
+    for options in ({}, WAYS[way]):
+        torch.manual_seed(0)
+        model = CountsInAList()
+        trainer = make_trainer(max_epochs=2, limit_val_batches=0, **options)
+        loader = make_loader()
+        with pytest.warns(UserWarning, match="It writes self.noted in this batch") if options else nullcontext():
+            trainer.fit(model, loader, loader)
+        found.append({**model.state_dict(), "count": model.counts[0]})
+    assert_equal(found[1], found[0])

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_dpx.replicas import ReplicaSet
 from lightning_dpx.replicas.seen_values import remembered
-from lightning_dpx.replicas.tensors_before import TensorsBefore
+from lightning_dpx.replicas.tensors_before import HiddenBefore, TensorsBefore
 
 
 def before(attributes: dict[str, Any]) -> TensorsBefore:
@@ -75,3 +75,19 @@ def test_what_was_held_for_one_step_is_not_put_back_in_a_later_one() -> None:
     module.total = torch.full((2,), 2.0)
     state.put_back()
     assert module.total.tolist() == [2, 2]
+
+
+def test_tensors_in_containers_are_put_back_where_they_are_small() -> None:
+    small, other = torch.zeros(2), torch.zeros(3)
+    large, weight = torch.zeros(5000), nn.Parameter(torch.zeros(2))
+    tensors = HiddenBefore([small, other, large, weight])
+    small.add_(1)
+    assert not tensors.are_lost
+    tensors.put_back()
+    assert not small.any()
+    with torch.no_grad():
+        weight.add_(1)
+    assert tensors.are_lost, "there may be a whole teacher"
+    tensors = HiddenBefore([small, large])
+    large.add_(1)
+    assert tensors.are_lost
