@@ -1,7 +1,8 @@
 """Losses and logged values that are nan on a slice of a batch, where one device may have a number.
 
 A mean over labelled rows, or over tokens that a mask leaves, has numbers in every slice for epochs, until it is given
-a slice without any. One such step would leave nan in all weights, so that batch runs again, whole.
+a slice without any. One such step would leave nan in all weights, so that batch runs again, whole. On the host only: on
+accelerators a look at every loss would have every step wait for them.
 """
 
 import math
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from lightning_dpx.devices import is_host
 from lightning_dpx.errors import some_of
 from lightning_dpx.lightning.run_again import RunAgain
 from lightning_dpx.replicas import BatchSlice, MergeRules, weights_of
@@ -80,11 +82,12 @@ def follow_lost_numbers(
 
 
 def single_numbers(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Those of ``values`` that are one number for a batch, and may be nan."""
+    """Those of ``values`` that are one number for a batch, on the host, and may be nan."""
     found: dict[str, Any] = {}
     for name, value in values:
         if isinstance(value, torch.Tensor):
-            if value.ndim == 0 and value.is_floating_point():
+            # To read one of an accelerator waits for it, which no steady step does.
+            if value.ndim == 0 and value.is_floating_point() and is_host(value.device):
                 found[name] = value.detach()
         elif isinstance(value, float):
             found[name] = value
@@ -110,9 +113,5 @@ def give_whole_after_lost(session: "Session", name: str, names: Sequence[str]) -
 
 
 def _lost(values: Mapping[str, Any]) -> set[str]:
-    """The names of those that are nan; of an accelerator's it is asked once for all whether any is."""
-    tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-    if len(tensors) > 1 and not math.isnan(float(sum(value.float().sum() for value in tensors))):
-        tensors = []
-        values = {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+    """The names of those that are nan."""
     return {name for name, value in values.items() if math.isnan(value)}
