@@ -1,6 +1,7 @@
 """Between processes: the mean of the owners' gradients over torch.distributed, weighted by samples."""
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -8,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from lightning_dpx.devices import canonical_device, is_out_of_memory, synchronize, wire_device
+from lightning_dpx.devices import canonical_device, is_host, is_out_of_memory, synchronize, wire_device
 from lightning_dpx.errors import CollectiveError, describe_error
 from lightning_dpx.reducers.base import HALVES, Gradients
 from lightning_dpx.reducers.buckets import alike, flatten, split_at_boundaries, unflatten_like
@@ -18,6 +19,7 @@ from lightning_dpx.reducers.sparse import Rows, check_layout, sum_over_processes
 from lightning_dpx.torch_compat import flatten_dense
 
 Result = TypeVar("Result")
+_Buckets = list[tuple[list[int], list[torch.Tensor]]]  # numbers of gradients that travel together, and their values
 
 
 @dataclass(slots=True)
@@ -92,17 +94,23 @@ class ProcessReducer:
         return between_processes(f"reduction {self._calls}", lambda: self._mean(grads, like, rows))
 
     def _mean(self, grads: Gradients, like: Sequence[torch.Tensor], rows: float) -> Gradients:
-        all_rows, kinds = self._agree(grads, rows)
+        wires = []
+        for own, tensor in zip(grads, like, strict=True):
+            wires.append(wire_device(tensor.device if own is None else own.device))
+        all_rows, kinds, is_alike = self._agree(grads, rows, _placement(wires))
+        # Where owners lie otherwise on other processes, buckets by device would be others there, and wait for ever.
+        if not is_alike:
+            wires = _from_one_device(wires)
         factor = _factor(rows, all_rows)
         result: Gradients = [None] * len(grads)
         dense = [index for index, kind in enumerate(kinds) if kind is torch.strided]
         if self._hook is None:
-            self._reduce_dense(grads, like, dense, factor, result)
+            self._reduce_dense(self._buckets(grads, like, dense, wires), wires, factor, result)
         else:
             # Parameters without a gradient anywhere travel as zeros: the buckets of a hook stay the same.
             kept = [index for index, kind in enumerate(kinds) if kind is not torch.sparse_coo]
             trained = [index for index in kept if like[index].requires_grad]
-            self._reduce_by_hook(self._hook, grads, like, trained, factor, result)
+            self._reduce_by_hook(self._hook, self._buckets(grads, like, trained, wires), like, wires, factor, result)
             for index in set(trained).difference(dense):
                 result[index] = None
         sparse = [index for index, kind in enumerate(kinds) if kind is torch.sparse_coo]
@@ -110,16 +118,17 @@ class ProcessReducer:
             self._reduce_sparse(grads, like, sparse, factor, result)
         return result
 
-    def _agree(self, grads: Gradients, rows: float) -> tuple[float, list[torch.layout | None]]:
-        """The samples of all processes, and what every gradient will be: dense, sparse or none."""
+    def _agree(self, grads: Gradients, rows: float, placement: int) -> tuple[float, list[torch.layout | None], bool]:
+        """The samples of all processes, what every gradient will be (dense, sparse or none), and if all lie alike."""
         rank = distributed.get_rank()
         world = distributed.get_world_size()
         # One message before the gradients, because its answer decides which collectives follow: processes that do not
         # make the same ones wait for each other until the timeout. What has been noticed (SIGTERM) travels with it.
         codes = [_code_of(gradient, world) for gradient in grads]
         watches = self._waits is not None
-        header = torch.tensor([max(rows, 0.0), watches, *[0.0] * world, *codes], dtype=torch.float64)
-        header[2 + rank] = self._notice()
+        about_all = [max(rows, 0.0), watches, placement, placement**2]
+        header = torch.tensor([*about_all, *[0.0] * world, *codes], dtype=torch.float64)
+        header[len(about_all) + rank] = self._notice()
         if self._waits is None:
             distributed.all_reduce(header)
         else:
@@ -128,11 +137,13 @@ class ProcessReducer:
         # All or none: a callback may watch on one process alone.
         if self._waits is not None and header[1] == world:
             _share_waits(self._waits)
-        sums = header[2:].tolist()
+        # Only of equal numbers is the mean of the squares the square of the mean.
+        is_alike = bool(header[2] ** 2 == world * header[3])
+        sums = header[len(about_all) :].tolist()
         # On every process, as all have the same sums: what follows happens to all at one step.
         if noticed := [index for index, flag in enumerate(sums[:world]) if flag]:
             self._on_notice(noticed)
-        return all_rows, [_kind_of(code, world) for code in sums[world:]]
+        return all_rows, [_kind_of(code, world) for code in sums[world:]], is_alike
 
     def _measure_wait(self, waits: Waits, header: torch.Tensor, grads: Gradients) -> None:
         """Sends the header, which is a few bytes: what that takes is the time until the last process has come."""
@@ -144,13 +155,12 @@ class ProcessReducer:
         distributed.all_reduce(header)
         waits.own += time.perf_counter() - started
 
-    def _reduce_dense(
-        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
-    ) -> None:
+    def _reduce_dense(self, buckets: _Buckets, wires: Sequence[torch.device], factor: float, result: Gradients) -> None:
         # All are started before the first is waited for: one bucket is on its way while the next is put together.
         works = []
-        for indices, members in self._buckets(grads, like, used):
-            bucket = self._on_wire(flatten([member.to(wire_device(member.device)) for member in members]), factor)
+        for indices, members in buckets:
+            wire = wires[indices[0]]
+            bucket = self._on_wire(flatten([member.to(wire) for member in members]), wire, factor)
             works.append((distributed.all_reduce(bucket, async_op=True), bucket, indices, members))
         for work, bucket, indices, members in works:
             work.wait()
@@ -159,18 +169,17 @@ class ProcessReducer:
     def _reduce_by_hook(
         self,
         hook: CommunicationHook,
-        grads: Gradients,
+        buckets: _Buckets,
         like: Sequence[torch.Tensor],
-        used: list[int],
+        wires: Sequence[torch.device],
         factor: float,
         result: Gradients,
     ) -> None:
-        buckets = self._buckets(grads, like, used)
         # A hook divides by the number of processes, as if all had as many samples.
         scale = factor * distributed.get_world_size()
         waiting = []
         for number, (indices, members) in enumerate(buckets):
-            wide = [_widened(member).to(wire_device(member.device)) for member in members]
+            wide = [_widened(member).to(wires[indices[0]]) for member in members]
             buffer = _scaled(flatten_dense(wide), scale)
             parameters = [like[index] for index in indices]
             is_last = number == len(buckets) - 1
@@ -180,13 +189,13 @@ class ProcessReducer:
             _unpack(wait(), indices, members, result)
 
     def _buckets(
-        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int]
-    ) -> list[tuple[list[int], list[torch.Tensor]]]:
+        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], wires: Sequence[torch.device]
+    ) -> _Buckets:
         """Which gradients travel together, the same on all processes: their numbers and their dense values."""
         own = [_dense(grads[index], like[index]) for index in used]
-        wires = [wire_device(gradient.device) for gradient in own]  # owners may lie otherwise on other processes
-        targets = [list(dict.fromkeys(wires)).index(wire) for wire in wires]
-        buckets = []
+        places = list(dict.fromkeys(wires))
+        targets = [places.index(wires[index]) for index in used]
+        buckets: _Buckets = []
         for positions in alike(own, targets):
             # In several buckets, as one alone could not be on its way while it is put together.
             sizes = [own[position].numel() for position in positions]
@@ -220,9 +229,21 @@ class ProcessReducer:
             return self._wire
         return dtype
 
-    def _on_wire(self, values: torch.Tensor, factor: float) -> torch.Tensor:
+    def _on_wire(self, values: torch.Tensor, wire: torch.device, factor: float) -> torch.Tensor:
         shares = _scaled(_widened(values), factor)
-        return shares.to(device=wire_device(values.device), dtype=self._wire_dtype(values.dtype))
+        return shares.to(device=wire, dtype=self._wire_dtype(values.dtype))
+
+
+def _placement(wires: Sequence[torch.device]) -> int:
+    """A number of 16 bits, the same where gradients lie together alike, whatever their devices are called."""
+    places = list(dict.fromkeys(wires))
+    return zlib.crc32(repr([places.index(wire) for wire in wires]).encode()) & 0xFFFF
+
+
+def _from_one_device(wires: Sequence[torch.device]) -> list[torch.device]:
+    """All that is sent from accelerators is sent from the first of them."""
+    first = next((wire for wire in wires if not is_host(wire)), torch.device("cpu"))
+    return [wire if is_host(wire) else first for wire in wires]
 
 
 def _share_waits(waits: Waits) -> None:

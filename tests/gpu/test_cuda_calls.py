@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_dpx.devices import (
     num_direct_links,
     offload,
 )
-from lightning_dpx.reducers import make_reducer
+from lightning_dpx.reducers import ProcessReducer, make_reducer, processes
 from lightning_dpx.replicas.buffer_sync import BufferSync
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.replicas.parameter_copies import SMALL, ParameterCopies
@@ -423,3 +424,66 @@ def test_threads_give_nccl_one_reduction_at_a_time(roots: list[int], monkeypatch
     for thread in threads:
         thread.join()
     assert not met
+
+
+class _TwoProcesses:
+    """Threads that meet in every all-reduce, as processes do, and fail where they make different ones."""
+
+    def __init__(self) -> None:
+        self._meeting = threading.Barrier(2, timeout=20)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * 2
+        self._here = threading.local()
+        self.sent: list[list[torch.device]] = [[], []]
+
+    def get_rank(self) -> int:
+        return self._here.rank
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> SimpleNamespace:
+        rank = self._here.rank
+        self._given[rank] = tensor.cpu()
+        self.sent[rank].append(tensor.device)
+        self._meeting.wait()
+        total = self._given[0] + self._given[1]  # fails where one is larger
+        self._meeting.wait()
+        tensor.copy_(total)
+        return SimpleNamespace(wait=lambda: None)
+
+    def run(self, rank: int, call: Callable[[], None]) -> None:
+        self._here.rank = rank
+        try:
+            call()
+        except BaseException:
+            self._meeting.abort()  # or the other one waits for it
+            raise
+
+
+@pytest.mark.parametrize(
+    ("places", "sent"),
+    [(([0, 1], [0, 0]), ([0], [0])), (([0, 1], [2, 3]), ([0, 1], [2, 3]))],
+    ids=["unequal", "alike"],
+)
+def test_processes_whose_owners_lie_otherwise_send_from_their_first_device(
+    sim: Any, monkeypatch: Any, places: tuple[list[int], list[int]], sent: tuple[list[int], list[int]]
+) -> None:
+    """Buckets by device would be two in one process and one in the other, which waits for ever."""
+    between = _TwoProcesses()
+    monkeypatch.setattr(torch.distributed, "all_reduce", between.all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_rank", between.get_rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(processes, "wire_device", lambda device: device)  # as of CUDA
+    found: list[list[torch.Tensor | None]] = [[], []]
+
+    def mean(rank: int) -> None:
+        grads = [torch.full((4,), rank + 1.0, device=f"sim:{place}") for place in places[rank]]
+        found[rank] = ProcessReducer(num_splits=1).mean(grads, grads, -1.0)
+
+    threads = [threading.Thread(target=between.run, args=(rank, partial(mean, rank))) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, means in enumerate(found):
+        assert [total.device.index for total in means] == places[rank]
+        assert all(total.tolist() == [3.0] * 4 for total in means)
+        assert between.sent[rank][0] == HOST, "what all agree on"
+        assert [device.index for device in between.sent[rank][1:]] == sent[rank]
