@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dpx.devices import chosen_streams, is_host, stream_context
 from lightning_dpx.errors import ReplicationError
 from lightning_dpx.reducers.buckets import split_at_boundaries
 
@@ -35,6 +37,10 @@ class OverlappedReduction:
         self._columns = columns
         self._reduce = reduce
         self._names = names
+        # On the host nothing is queued, so nothing is asked in any step.
+        devices = {parameter.device for column in columns for parameter in column}
+        self._accelerators = [device for device in devices if not is_host(device)]
+        self._streams: tuple[torch.Stream, ...] = ()  # that the caller of the backward has chosen
         # Autograd's threads of several devices count at the same time.
         self._lock = threading.Lock()
         splits = split_at_boundaries([parameter.numel() for parameter in columns[0]], num_buckets)
@@ -81,6 +87,7 @@ class OverlappedReduction:
         self._is_active = [replica in active and not waits_for_last for replica in range(len(self._columns))]
         # Only what is expected is waited for: unused parameters would keep a bucket for ever.
         self._unfilled = [len(active) * len(self._expected.intersection(split)) for split in self._buckets]
+        self._streams = chosen_streams(self._accelerators) if self._accelerators else ()
         self._during_backward = True
         try:
             yield
@@ -120,7 +127,7 @@ class OverlappedReduction:
                 if parameter.is_floating_point() or parameter.is_complex():
                     self._handles.append(_hook(parameter, partial(self._on_gradient, replica, index)))
 
-    def _on_gradient(self, replica: int, index: int, _: object) -> None:
+    def _on_gradient(self, replica: int, index: int, parameter: torch.Tensor) -> None:
         if not self._during_backward:
             return
         # Autograd has a thread for each device, and replicas in threads of their own come here at the same time.
@@ -143,10 +150,18 @@ class OverlappedReduction:
             ready = [member for member in self._buckets[number] if member in self._expected]
             self._done.update(ready)
         # Outside of the lock: a reduction may wait for a device, and other replicas go on filling other buckets.
-        self._reduce(ready)
+        self._reduce_in_streams(ready, parameter.device)
+
+    def _reduce_in_streams(self, ready: list[int], here: torch.device) -> None:
+        """On the caller's streams of the other devices; autograd enters that of its thread's own device alone."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                if stream.device != here:
+                    stack.enter_context(stream_context(stream))
+            self._reduce(ready)
 
 
-def _hook(parameter: nn.Parameter, hook: Callable[[object], None]) -> RemovableHandle:
+def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)  # torch takes hooks only while it does

@@ -1,5 +1,10 @@
 """Gradients that leave while backward runs, and those that leave at its end."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -69,4 +74,43 @@ def test_frozen_whole_numbers_have_no_gradient_to_wait_for() -> None:
         with overlap.during_backward([0]):
             (weight * quantized).sum().backward()
     assert reduced == [[0]]
+    overlap.close()
+
+
+class _Streams:
+    """A device's module that says which of its streams are current; the caller has chosen one of every device."""
+
+    def __init__(self) -> None:
+        self.entered: list[int] = []
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(stream_id=7, device=device)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.entered.append(stream.device.index)
+        yield
+        self.entered.remove(stream.device.index)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_bucket_that_leaves_does_so_on_the_streams_that_the_caller_has_chosen(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """Autograd's thread of one device has the default streams of all others, on which nothing waits for them."""
+    columns = [[torch.nn.Parameter(torch.ones(1, device=f"sim:{place}"))] for place in range(2)]
+    seen: list[list[int]] = []
+    streams = _Streams()
+    overlap = OverlappedReduction(columns, 1, lambda _: seen.append(list(streams.entered)), ["a"])
+    for _ in range(2):
+        losses = [parameter.square().sum() for (parameter,) in columns]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda device: streams)
+            with overlap.during_backward([0, 1]):
+                losses[1 - last].backward()
+                losses[last].backward()
+    assert seen == [[1 - last]], "that of its own device autograd has entered"
     overlap.close()
