@@ -19,8 +19,8 @@ from lightning_dpx.lightning.memory.grown_steps import GrownSteps
 from lightning_dpx.lightning.memory.joint_calls import JointCallsOfDevices
 from lightning_dpx.lightning.memory.loss_probe import leaves_graph, look_for_loss
 from lightning_dpx.lightning.memory.peak_check import PeakCheck
+from lightning_dpx.lightning.memory.plan_device import MicroBatchFigures, announcement, origin, plan_device
 from lightning_dpx.lightning.memory.planning_cache import PlanningCache, shows_progress
-from lightning_dpx.lightning.memory.plans_of_device import MicroBatchFigures, announcement, origin, plans_of_device
 from lightning_dpx.lightning.memory.profiled_steps import (
     KnownProfiles,
     SeenStep,
@@ -322,7 +322,7 @@ class MemoryPlanning:
                 steps = [step for step in known if not (step.is_joined and seen[home].is_joined)] + [seen[home]]
             # Where parts are shifted to, there are none; it is planned with the replicas that they belong to.
             if home in replicas.devices and steps:
-                decided[home] = plans_of_device(
+                decided[home] = plan_device(
                     replicas,
                     here[0],
                     steps,

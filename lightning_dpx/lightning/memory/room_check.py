@@ -11,8 +11,8 @@ from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
 from lightning_dpx.lightning.lightning_api import rank_zero_warn
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
+from lightning_dpx.lightning.memory.plan_device import bytes_planned_to_be_left
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.plans_of_device import bytes_planned_to_be_left
 from lightning_dpx.lightning.memory.profiled_steps import by_device
 from lightning_dpx.lightning.memory.static import StaticMemory
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps

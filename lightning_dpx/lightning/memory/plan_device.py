@@ -37,7 +37,7 @@ class MicroBatchFigures:
     profiles: KnownProfiles = field(default_factory=dict)
 
 
-def plans_of_device(
+def plan_device(
     replicas: ReplicaSet,
     largest: BatchSlice,
     steps: list[SeenStep],
