@@ -48,7 +48,7 @@ class EvaluationFlow:
         while session.verification.before_step(name, slices, args, kwargs, is_known=is_known):
             slices = session.slices.of(name, args[0])  # it may have to run whole, or in fewer slices
             is_known = True
-        if len(slices) == 1 and not session.has_processes:
+        if len(slices) == 1 and not session.spans_processes:
             batch = session.batches.for_replica(slices[0], loader_index(args))
             with session.replicas.python_state.iterators_of_whole_batch():
                 outputs = session.alone(name, (batch, *args[1:]), kwargs)

@@ -56,7 +56,7 @@ class Session(Run):
 
     Attributes:
         module: The user's own module.
-        has_processes: Whether gradients are summed with those of other processes.
+        spans_processes: Whether the run does; the sums of a rehearsal are of this process alone.
         metric_watch: Looks for metrics that they do not share yet.
         whole_batches: Which stages get their batches whole.
         batches: The way of a batch through a step.
@@ -79,7 +79,7 @@ class Session(Run):
         self.metric_watch: MetricWatch = MetricWatch()
         self.step = step
         self.module: pl.LightningModule = replicas.root.module  # type: ignore[assignment]
-        self.has_processes: bool = strategy.num_processes > 1
+        self.spans_processes: bool = strategy.num_processes > 1
         self.whole_batches: WholeBatches = WholeBatches(len(replicas.devices))
         self.batches: StepBatches = StepBatches(self)
         self.gradient_hooks: GradientHooks = GradientHooks()
@@ -129,7 +129,7 @@ class Session(Run):
     def can_repeat(self, name: str) -> bool:
         """Whether a step that has run on slices can run again, on the whole batch."""
         # Other processes have run it, and would not run it again with this one; by hand optimizers have stepped.
-        return not self.has_processes and (name != "training_step" or self.module.automatic_optimization)
+        return not self.spans_processes and (name != "training_step" or self.module.automatic_optimization)
 
     def before_evaluation_batch(self) -> None:
         """Several processes may be told to stop between two batches."""

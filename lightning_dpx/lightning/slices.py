@@ -53,7 +53,7 @@ class Slices:
             return slices
         weigh: Any = module.loss_weight
         # A single weight divides out again, unless other processes have theirs.
-        if not callable(weigh) or (len(slices) == 1 and not self._session.has_processes):
+        if not callable(weigh) or (len(slices) == 1 and not self._session.spans_processes):
             return slices
         return [replace(batch_slice, weight=float(weigh(batch_slice.batch))) for batch_slice in slices]
 
@@ -115,5 +115,5 @@ class Slices:
     def _reads_rows(self) -> bool:
         """Whether anything weighs by the rows of a batch that is not cut; Lightning counts for its logs itself."""
         session = self._session
-        weighs = session.has_processes or session.step.has_other_owners or session.replicas.times is not None
+        weighs = session.spans_processes or session.step.has_other_owners or session.replicas.times is not None
         return weighs or not session.module.automatic_optimization or session.memory.is_on

@@ -167,7 +167,7 @@ class TrainingFlow:
         is_plain = replicas.partition.is_one_slice and replicas.times is None and not session.threads.is_open
         if not is_plain or session.shifts or session.memory.is_on:
             return False
-        alone = not session.has_processes and not session.step.has_other_owners
+        alone = not session.spans_processes and not session.step.has_other_owners
         return alone and session.module.automatic_optimization
 
     def _run_one_slice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +187,7 @@ class TrainingFlow:
     def runs_alone(self, slices: Sequence[BatchSlice]) -> bool:
         """Whether the first replica has the whole batch, and nothing of it concerns the others or other processes."""
         session = self._session
-        if len(slices) > 1 or session.has_processes or session.memory.repeats_steps or session.step.has_other_owners:
+        if len(slices) > 1 or session.spans_processes or session.memory.repeats_steps or session.step.has_other_owners:
             return False
         # By hand, a step of one active replica still concerns the gradients of the others.
         return session.module.automatic_optimization or session.replicas.partition.is_one_slice
@@ -272,7 +272,7 @@ class TrainingFlow:
 
     def _on_unmergeable(self, error: GatherError) -> None:
         """By hand, the step has trained on its batch, and only what it returns is of slices."""
-        if self._session.has_processes:
+        if self._session.spans_processes:
             raise error
         what = f"{error} Of this batch, on_train_batch_end gets what the first slice returned."
         self._session.whole_batches.give_whole(NAME, what, ADVICE)

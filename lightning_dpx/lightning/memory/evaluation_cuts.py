@@ -122,7 +122,7 @@ class EvaluationCuts:
         session = self._session
         # Two runs of a step on this process alone would wait for the others; and nothing is cut
         # that no rehearsal checks.
-        cannot = session.has_processes or session.shifts or session.options.verify == "off"
+        cannot = session.spans_processes or session.shifts or session.options.verify == "off"
         # On several devices a step by hand takes turns with its like: there every replica has a device for itself.
         cannot = cannot or (not session.module.automatic_optimization and len(session.replicas.devices) > 1)
         # Gradients that wait on replicas would be lost with them.

@@ -177,4 +177,4 @@ class FreedGradients:
         return is_first and not self._has_others() and not replicas.cuts_slices
 
     def _has_others(self) -> bool:
-        return self._session.has_processes or self._session.step.has_other_owners
+        return self._session.spans_processes or self._session.step.has_other_owners

@@ -242,7 +242,7 @@ class MicroBatchChooser:
                 optimizes_by_hand=not session.module.automatic_optimization,
                 shifts=bool(session.shifts),
                 takes_batches_whole=session.whole_batches.reason_for("training_step") is not None,
-                has_processes=session.has_processes,
+                has_processes=session.spans_processes,
                 spans_devices=any(len(devices_of(batch_slice.replica)) > 1 for batch_slice in slices),
             )
         )
