@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dpx.lightning import stepping_hooks
 from lightning_dpx.lightning.lightning_api import pl
+from lightning_dpx.lightning.loaded_batches import fetches_by_itself, paths_of_loaders, rows_to_weigh_by
 from lightning_dpx.lightning.manual.acts_once import held_optimizers
 from lightning_dpx.lightning.stepping_hooks import SteppingHooks
 from lightning_dpx.lightning.unregistered_tensors import LooseTensors, reason_and_advice
-from lightning_dpx.lightning.whole_batches import fetches_by_itself, paths_of_loaders, rows_to_weigh_by
 from lightning_dpx.replicas import BatchSlice, UncuttableBatch, check_paths, weights_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_dpx.lightning.lightning_api import pl
 from lightning_dpx.lightning.lightning_compat import data_hooks, in_hook
-from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
+from lightning_dpx.lightning.loaded_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.replicas import BatchSlice
 
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")

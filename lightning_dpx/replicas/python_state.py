@@ -35,6 +35,7 @@ from lightning_dpx.replicas.tensors_before import HiddenBefore
 from lightning_dpx.replicas.unseen_changes import UnseenChanges
 
 _MISSING = object()
+_NOTHING_HIDDEN = HiddenBefore()  # of steps that do not run again
 
 
 class PythonState:
@@ -66,8 +67,8 @@ class PythonState:
         self._looked_after = _LookedAfter(skip, list(keep))
         hidden = HiddenModules(self._root, skip, self._others)
         self._counterparts = Counterparts(self._root, Mirrors(hidden), keep)
+        self._hidden = _NOTHING_HIDDEN  # of the step that is under way, where it may run again
         # On one device the other replicas can use tensors as they are.
-        self._hidden = HiddenBefore()  # of the step that is under way, where it may run again
         several_devices = any(replica.device != self._root.device for replica in self._others)
         self._containers = SharedContainers(
             self._counterparts.is_boundary, self._root.device if several_devices else None
@@ -111,7 +112,7 @@ class PythonState:
         if not self._others:
             return
         self._seen.begin()
-        self._hidden = HiddenBefore()
+        self._hidden = _NOTHING_HIDDEN
         self._follow_structure()
         # Memos go by ids, and what a step has dropped may have left its id to something new.
         self._counterparts.forget()

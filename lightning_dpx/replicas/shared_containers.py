@@ -93,8 +93,10 @@ class SharedContainers:
     def grown(self) -> Iterator[Attribute]:
         """The attributes behind which a container has another number of items."""
         for attribute, entries in self._watched.items():
-            known = self._of_iterators.get(attribute, ())
-            if any(_has_grown(entry) for entry in entries if id(entry[0]) not in known):
+            of_iterators = self._of_iterators.get(attribute)
+            if of_iterators:
+                entries = [entry for entry in entries if id(entry[0]) not in of_iterators]
+            if any(map(_has_grown, entries)):
                 yield attribute
 
     def can_put_back(self) -> bool:

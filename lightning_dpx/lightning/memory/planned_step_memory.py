@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_dpx.lightning.loaded_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.lightning.memory.evaluation_cuts import EvaluationCuts
 from lightning_dpx.lightning.memory.first_step_shifts import FirstStepShifts
 from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
@@ -16,7 +17,6 @@ from lightning_dpx.lightning.memory.shadow_run import StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
 from lightning_dpx.lightning.memory.step_memory import Forward, StepMemory
 from lightning_dpx.lightning.memory.step_planner import StepPlanner
-from lightning_dpx.lightning.whole_batches import RewindableBatches, fetches_by_itself
 from lightning_dpx.replicas import BatchSlice
 from lightning_dpx.shifting import BetweenSteps
 

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_dpx.errors import BudgetError, ConfigurationError, PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, is_overridden
 from lightning_dpx.lightning.lightning_compat import set_device_mesh
+from lightning_dpx.lightning.loaded_batches import rows_to_weigh_by
 from lightning_dpx.lightning.memory.auto_shift import most_states_of
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.dry_run.device_forecast import DeviceForecast
@@ -18,7 +19,6 @@ from lightning_dpx.lightning.memory.dry_run.slice_planners import plan_step
 from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, unlogged_step
 from lightning_dpx.lightning.memory.kept_gradients import keeps_gradients
 from lightning_dpx.lightning.memory.slice_loss import end_of_step
-from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile, profile_unsharded, sharded_units
 from lightning_dpx.memory.absent_ranks import NothingPinned, absent_ranks, shard_units
 from lightning_dpx.memory.profile.held_output import HeldOutput

@@ -8,6 +8,7 @@ import torch
 
 from lightning_dpx.devices import Stopwatch, canonical_device, is_modelled, synchronize
 from lightning_dpx.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_dpx.lightning.loaded_batches import rows_to_weigh_by
 from lightning_dpx.lightning.monitors.base import (
     Pace,
     RowsFile,
@@ -16,7 +17,6 @@ from lightning_dpx.lightning.monitors.base import (
     steps_taken,
 )
 from lightning_dpx.lightning.strategy import DPXStrategy
-from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.notebook import html_table
 from lightning_dpx.reducers import Waits
 from lightning_dpx.replicas import StepTimes

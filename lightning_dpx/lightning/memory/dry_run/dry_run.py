@@ -16,6 +16,7 @@ import torch
 
 from lightning_dpx.errors import PlanError
 from lightning_dpx.lightning.lightning_api import LightningModule, Trainer, rank_zero_warn
+from lightning_dpx.lightning.loaded_batches import rows_to_weigh_by
 from lightning_dpx.lightning.memory.batch_shapes import bytes_of_tensors
 from lightning_dpx.lightning.memory.device_planner import micro_batches_of, say_why_whole
 from lightning_dpx.lightning.memory.dry_run.device_forecast import DeviceForecast, forecast_device
@@ -24,7 +25,6 @@ from lightning_dpx.lightning.memory.dry_run.settings import Settings
 from lightning_dpx.lightning.memory.dry_run.slice_planners import SlicePlanners
 from lightning_dpx.lightning.memory.dry_run.step_profiles import Progress, StepProfiles, replica_to_look_at
 from lightning_dpx.lightning.memory.step_times import SliceOfStep, predicted_steps
-from lightning_dpx.lightning.whole_batches import rows_to_weigh_by
 from lightning_dpx.memory import MemoryPlan, Profile
 from lightning_dpx.replicas import (
     ReplicaSet,
