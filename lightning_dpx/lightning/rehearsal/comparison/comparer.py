@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,13 +188,13 @@ class Comparer:
         out: Comparison,
     ) -> None:
         """Values that a step rebinds are the first slice's by design, and only told; counts and lists are not."""
-        wrong: list[str] = []
-        rebound: list[str] = []
+        found = _StateDifferences(wrong=[], rebound=[])
         good = 0
         relations = Relations(self._tolerance)
         for path in dict.fromkeys([*whole.state, *sliced.state]):
             start, mine, theirs = (one.get(path) for one in (whole.state_before, whole.state, sliced.state))
-            if not relations.same(start, mine) or not relations.same(start, theirs):
+            has_changed = not relations.same(start, mine)
+            if has_changed or not relations.same(start, theirs):
                 out.changed.add(path)
             # Lists outside of the module stay as slices leave them, with an item for each. So do those that a backward
             # appends to: items come together after a forward only, and hooks would find one of each slice.
@@ -205,33 +206,65 @@ class Comparer:
                     out.notes.append(f"{_shown(path)} gets items of each slice, not of the whole batch")
             # What no side has changed is no news, so it counts on neither.
             if is_alike:
-                good += not relations.same(start, mine)
+                good += has_changed
                 continue
             out.apart.add(f"state:{path}")
             # The list behind it was told with the rule that it lacks.
-            if path in told:
-                continue
-            # Numbers in tensors differ with the rows that a slice has; another
-            # structure is another behavior.
-            of_a_slice = relations.of_a_slice(mine, theirs)
-            if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
-                continue
-            if of_a_slice and path in whole.hook_reads.paths:
-                wrong.append(f"{_shown(path)}, which hooks read, is of one slice")
-            # What keeps it there is outside of the step as well, and reads it between steps.
-            elif of_a_slice and path.startswith(OF_HOOKS):
-                wrong.append(f"{_shown(path)} is of one slice")
-            elif of_a_slice:
-                rebound.append(_shown(path))
-            else:
-                wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))
+            if path not in told:
+                self._tell_state(path, (start, mine, theirs), relations, whole.hook_reads.paths, found)
         # A data set that the module holds is looked at behind its attribute and as an object of its own.
-        wrong = list(dict.fromkeys(wrong))
+        wrong = list(dict.fromkeys(found.wrong))
         out.counts["changed attribute"] = good
-        out.kept = list(dict.fromkeys(rebound))
+        out.kept = list(dict.fromkeys(found.rebound))
         out.differences += [("state", text) for text in wrong[:NAMED]]
         if len(wrong) > NAMED:
             out.differences.append(("state", f"{len(wrong) - NAMED} more attributes"))
+
+    def _tell_state(
+        self,
+        path: str,
+        values: tuple[Any, Any, Any],
+        relations: Relations,
+        read_by_hooks: Collection[str],
+        found: "_StateDifferences",
+    ) -> None:
+        """Sorts one difference of the state.
+
+        Args:
+            path: What differs.
+            values: Of it: before the step, after it on one device, and after slices.
+            relations: Compares them.
+            read_by_hooks: Paths that hooks look at between steps.
+            found: Gets it.
+        """
+        start, mine, theirs = values
+        # Numbers in tensors differ with the rows that a slice has; another
+        # structure is another behavior.
+        of_a_slice = relations.of_a_slice(mine, theirs)
+        if f"{'state' if of_a_slice else 'structure'}:{path}" in self._unstable:
+            return
+        if not of_a_slice:
+            found.wrong.append(_words_of(_shown(path), start, mine, theirs, self._tolerance))
+        elif path in read_by_hooks:
+            found.wrong.append(f"{_shown(path)}, which hooks read, is of one slice")
+        # What keeps it there is outside of the step as well, and reads it between steps.
+        elif path.startswith(OF_HOOKS):
+            found.wrong.append(f"{_shown(path)} is of one slice")
+        else:
+            found.rebound.append(_shown(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StateDifferences:
+    """What differs of the state.
+
+    Attributes:
+        wrong: What is told as a difference, in words.
+        rebound: What is the first slice's, and only told.
+    """
+
+    wrong: list[str]
+    rebound: list[str]
 
 
 def _errors(
