@@ -3,7 +3,7 @@
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -174,6 +174,11 @@ class AppliedPlan:
         if self.values is None:
             return None
         return self.values.growth
+
+    def expect_sizes(self, sizes: Mapping[str, int]) -> None:
+        """From now on growth is told beside values of these bytes, by name: a plan may be kept for larger steps."""
+        if self.values is not None:
+            self.values.growth = GrownValues(sizes)
 
     def count_calls(self, paths: Collection[str]) -> None:
         """From now on counts calls of the modules at these paths, forward by forward."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from lightning_dpx.lightning.memory.device_plans import DevicePlans
+from lightning_dpx.lightning.memory.device_plans import DeviceDecision, DevicePlans
 from lightning_dpx.lightning.memory.profiled_steps import SeenStep
-from lightning_dpx.memory import applied_plan
+from lightning_dpx.memory import AppliedPlan, applied_plan
 from lightning_dpx.memory.execute.grown_values import GrownValues
 from lightning_dpx.memory.profile.scaling import scaled
 from lightning_dpx.replicas import ReplicaSet
@@ -24,6 +24,20 @@ class GrownSteps:
 
     def __init__(self) -> None:
         self._stopped: set[torch.device] = set()
+
+    @staticmethod
+    def expect(applied: AppliedPlan, decided: DeviceDecision) -> None:
+        """Has growth told beside the step that a plan is there for: it may have been made for a smaller one, and kept.
+
+        Args:
+            applied: The plan on a replica.
+            decided: What was decided for its device.
+        """
+        sizes = {decision.name: decision.num_bytes for decision in decided.plans[0].decisions}
+        for value in decided.worst_step(0).profiles[0].values:
+            if value.name in sizes:
+                sizes[value.name] = value.num_bytes
+        applied.expect_sizes(sizes)
 
     def to_plan(self, replicas: ReplicaSet, devices: DevicePlans) -> dict[torch.device, SeenStep]:
         """By a replica's device, steps beyond the budget that were seen since the last plan.

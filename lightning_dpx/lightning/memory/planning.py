@@ -374,6 +374,9 @@ class MemoryPlanning:
             # else than the profiled one.
             applied = apply_plan(replica.module, known_plan, watches=True)
             self.joint_calls.count_in(replica.device, applied)
+            decided = self.devices.decided.get(replica.device)
+            if decided is not None:
+                self.grown.expect(applied, decided)
 
     def tighten(self, step: StepToPlan) -> None:
         """After this step ran out of memory: plans that take less, or the first ones.
