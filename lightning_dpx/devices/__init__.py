@@ -40,7 +40,7 @@ from lightning_dpx.devices.memory import (
     keeps_statistics,
     reset_peak_memory,
 )
-from lightning_dpx.devices.offload import OffloadedTensor
+from lightning_dpx.devices.offload import OffloadedTensor, pins_offloaded
 from lightning_dpx.devices.out_of_memory import is_out_of_memory, raises_out_of_memory
 from lightning_dpx.devices.streams import chosen_streams, stream_context
 from lightning_dpx.devices.timing import Stopwatch, clock_of, counts_by_its_clock, is_modelled, modelled_rates
@@ -83,6 +83,7 @@ __all__ = [
     "named_devices",
     "num_direct_links",
     "num_usable_cpus",
+    "pins_offloaded",
     "present_devices",
     "raises_out_of_memory",
     "reset_peak_memory",

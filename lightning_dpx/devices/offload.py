@@ -12,6 +12,11 @@ from lightning_dpx.devices.links import moved
 _LOADED = 16  # bytes that kernels load at once
 
 
+def pins_offloaded(device: torch.device) -> bool:
+    """Whether what is offloaded from ``device`` to the host is in pinned memory there."""
+    return device.type == "cuda"
+
+
 @cache
 def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
     """Where a CUDA device fetches, beside what it computes."""
@@ -99,7 +104,7 @@ class OffloadedTensor:
         self._size = tensor.size() if unique is not tensor else None
         # Nothing can be written to windows that overlap, so they come back side by side.
         self._strides = _strides_with_small_gaps(unique) if is_plain else None
-        if tensor.device.type != "cuda":
+        if not pins_offloaded(tensor.device):
             self._values = moved(unique, device)
             return
         # Kept for later, when another stream may be current.

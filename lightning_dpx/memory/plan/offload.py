@@ -105,6 +105,9 @@ def _costliest(profile: Profile, costs: dict[int, float], seconds: float, *, lea
     # copies.
     for storage in sorted(costs, key=lambda storage: again[storage] / costs[storage], reverse=True):
         size = 0 if storage in forced else profile.storages[storage].num_bytes
+        if size and profile.pins_offloaded:
+            # torch takes pinned memory in blocks of powers of two, and keeps them for later.
+            size = 1 << (size - 1).bit_length()
         if costs[storage] <= seconds and size <= room and again[storage] >= least:
             seconds -= costs[storage]
             room -= size

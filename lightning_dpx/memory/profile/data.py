@@ -266,6 +266,7 @@ class Profile:
         scale: Rows of the real batch for each row that was profiled.
         forward_seconds: The part of forward in the time of the step.
         offloading_room: Bytes that may be offloaded where they could be computed again as well.
+        pins_offloaded: Whether that is in blocks of pinned memory, whose sizes are powers of two.
         hides_copies: Whether the device computes while copies are on their way to the host or back.
         prefetch_depth: How many offloaded values are on their way at once, in each direction; see offload.py.
         basis: What all this rests on, in words; empty for a step that was run and measured.
@@ -298,6 +299,7 @@ class Profile:
     scale: float = 1.0
     forward_seconds: float = 0.0
     offloading_room: int = 0
+    pins_offloaded: bool = False
     hides_copies: bool = True
     prefetch_depth: int = 0
     basis: str = ""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_dpx.devices import is_host, synchronize
+from lightning_dpx.devices import is_host, pins_offloaded, synchronize
 from lightning_dpx.errors import PlanError
 from lightning_dpx.memory.execute.call_counts import CallCounts
 from lightning_dpx.memory.execute.module_calls import CallNames
@@ -87,6 +87,7 @@ def full_step(step: ProfiledStep, names: CallNames, lifetimes: Lifetimes, counts
         step_seconds=trace.seconds,
         forward_seconds=course.forward_seconds,
         offloading_room=costs.offloading_room(),
+        pins_offloaded=pins_offloaded(costs.device),
         hides_copies=costs.hides_copies,
         basis=costs.basis,
         recipes=own_recipes(),

@@ -210,3 +210,13 @@ class _Nothing(Planner):
 
 def test_a_plan_that_offloads_nothing_has_no_copies_on_their_way() -> None:
     assert plan_profile(blocks()[0], timed(copying=0.1 * MS), None, _Nothing()).prefetch_depth == 0
+
+
+@pytest.mark.parametrize(("pinned", "fit"), [(False, 4), (True, 2)])
+def test_pinned_memory_is_counted_in_blocks_of_powers_of_two(pinned: bool, fit: int) -> None:
+    profile = timed(copying=0.1 * MS)
+    # A little more than a power of two, as rows that are padded.
+    storages = tuple(replace(storage, num_bytes=storage.num_bytes + 64) for storage in profile.storages)
+    room = 4 * max(storage.num_bytes for storage in storages)
+    plan = planned(replace(profile, storages=storages, pins_offloaded=pinned, offloading_room=room), 0.5)
+    assert len(plan.names("offload")) == fit
