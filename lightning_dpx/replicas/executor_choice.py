@@ -1,12 +1,14 @@
 """Where the tasks of replicas run: one after the other in the calling thread, or each device in a thread of its own."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from lightning_dpx.devices import distinct_devices, is_host, num_usable_cpus
+from lightning_dpx.replicas.compiled_versions import versions_for
 from lightning_dpx.replicas.context import NO_MEETING, InterProcess, RendezvousSlot
 from lightning_dpx.replicas.executor import Executor
 from lightning_dpx.replicas.inline_executor import InlineExecutor
@@ -24,11 +26,13 @@ class Lanes:
         device_of: By replica, the place of its device.
         deadline: Seconds that a task may take; any number unless given.
         beyond: The way to the replicas of other processes, if there are any.
+        is_compiled: Whether anything that the tasks run is compiled.
 
     Attributes:
         slot: Where the tasks of a run meet.
         in_threads: Whether there is more than one lane.
         in_line_on_host: Whether all runs in the calling thread, and no device works on by itself.
+        versions: What is to be entered for a run.
         shared_accelerators: Those that several lanes have, each of which has one random generator for all of them.
     """
 
@@ -40,6 +44,7 @@ class Lanes:
         device_of: Sequence[int],
         deadline: float | None,
         beyond: InterProcess | None,
+        is_compiled: bool = False,
     ) -> None:
         self._execution = execution
         self._devices = tuple(devices)
@@ -48,6 +53,8 @@ class Lanes:
         # not.
         self._turns = InlineExecutor(deadline)
         self._callers_threads: int | None = None
+        # To ask torch for its settings takes seconds, so it is done where there is need.
+        self.versions: AbstractContextManager[None] = versions_for(devices) if is_compiled else nullcontext()
         shared = ", ".join(map(str, _taken_twice(devices)))
         self.slot: RendezvousSlot = RendezvousSlot(oversubscribed=shared, beyond=beyond)
         self._use(make_executor(execution, devices, deadline, device_of), execution)

@@ -165,12 +165,14 @@ class ReplicaSet:
         for device in distinct_devices(self.devices):
             finish_backward_at_exit(device)
         self.slicer: BatchSlicer = user_slicer(batch_slicer, module, batch_dim)
+        compiled = compiled_names(module)
         self._lanes = Lanes(
-            _execution_of(module, execution),
+            _execution_of(compiled, execution),
             self.devices,
             device_of=self.partition.device_of,
             deadline=deadline,
             beyond=beyond,
+            is_compiled=bool(compiled),
         )
         self.order: StageOrder = StageOrder(module, self._lanes, self.partition)
         self.times: StepTimes | None = None  # of the step that is watched
@@ -352,7 +354,7 @@ class ReplicaSet:
         if self.partition.has_micro_batches:
             lanes.expect_micro_batches([batch_slice.replica.device for batch_slice in slices])
         try:
-            with watch or _NOTHING:
+            with watch or _NOTHING, lanes.versions:
                 values = lanes.executor(in_turns=in_turns).run(tasks, slot)
         except BaseException as error:
             # Autograd's threads may still be at work for this step, and write into the module.
@@ -480,14 +482,13 @@ class ReplicaSet:
         self._lanes.close()
 
 
-def _execution_of(module: nn.Module, asked: Execution) -> Execution:
+def _execution_of(compiled: Sequence[str], asked: Execution) -> Execution:
     """What was asked for, or in line where code is compiled."""
     # A look through the code of all classes, which rehearsals, in line as a rule, would take many times.
     if asked == "inline":
         return asked
     # Threads that enter compiled code at once make each other's guards fail, as "Dynamo is not thread safe"
     # (pytorch/pytorch#118260): it was compiled anew each time, until torch gave it up.
-    compiled = compiled_names(module)
     if asked == "threads" and compiled:
         warnings.warn(
             "execution='threads' runs replicas in line here, as compiled code is not made for several threads at a "
