@@ -115,7 +115,7 @@ class ProcessReducer:
                 result[index] = None
         sparse = [index for index, kind in enumerate(kinds) if kind is torch.sparse_coo]
         if sparse:
-            self._reduce_sparse(grads, like, sparse, factor, result)
+            self._reduce_sparse(grads, like, sparse, wires[sparse[0]], factor, result)
         return result
 
     def _agree(self, grads: Gradients, rows: float, placement: int) -> tuple[float, list[torch.layout | None], bool]:
@@ -205,7 +205,13 @@ class ProcessReducer:
         return buckets
 
     def _reduce_sparse(
-        self, grads: Gradients, like: Sequence[torch.Tensor], used: list[int], factor: float, result: Gradients
+        self,
+        grads: Gradients,
+        like: Sequence[torch.Tensor],
+        used: list[int],
+        wire: torch.device,
+        factor: float,
+        result: Gradients,
     ) -> None:
         tensors = [like[index] for index in used]
         dtypes = [self._wire_dtype(tensor.dtype) for tensor in tensors]
@@ -218,7 +224,7 @@ class ProcessReducer:
             # A row that comes twice is added before it is scaled and narrowed, and not sent twice.
             own = _widened(gradient).coalesce()
             mine.append(Rows(own.indices(), _scaled(own.values(), factor).to(dtype)))
-        sums = sum_over_processes(mine, tensors, dtypes)
+        sums = sum_over_processes(mine, tensors, dtypes, wire)
         for index, total, tensor in zip(used, sums, tensors, strict=True):
             result[index] = total.to(device=tensor.device, dtype=tensor.dtype)
 

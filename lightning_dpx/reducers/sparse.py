@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
-from lightning_dpx.devices import wire_device
 from lightning_dpx.errors import UnsupportedError
 
 _INDEX = torch.int64
@@ -38,19 +37,19 @@ def check_layout(index: int, gradient: torch.Tensor | None) -> None:
 
 
 def sum_over_processes(
-    mine: Sequence[Rows | None], like: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    mine: Sequence[Rows | None], like: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], wire: torch.device
 ) -> list[torch.Tensor]:
-    """The sums over all processes of N sparse gradients, coalesced, in float32 or wider, where they can be sent from.
+    """The sums over all processes of N sparse gradients, coalesced, in float32 or wider, where they are sent from.
 
     Args:
         mine: What this process adds, in the dtypes that they travel in; ``None`` adds nothing.
         like: Tensors of the gradients' shapes.
         dtypes: What they travel in.
+        wire: Where they are sent from.
     """
-    device = wire_device(like[0].device)
     shapes = _shapes_of_all(mine, like)
     sizes = [_num_bytes(of_process, dtypes) for of_process in shapes]
-    received = _gather(_as_bytes(mine, device), sizes)
+    received = _gather(_as_bytes(mine, wire), sizes)
     by_process = []
     for message, of_process in zip(received, shapes, strict=True):
         by_process.append(_from_bytes(message, of_process, dtypes))

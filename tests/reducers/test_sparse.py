@@ -26,7 +26,8 @@ def test_all_gradients_travel_as_one_message_whatever_their_dtypes_and_dims() ->
         Rows(torch.tensor([[0, 2], [1, 2]]), torch.tensor([7.0, 8.0], dtype=torch.float64)),
         None,
     ]
-    totals = sum_over_processes(mine, [table, scalars, unused], [torch.bfloat16, torch.float64, torch.float32])
+    dtypes = [torch.bfloat16, torch.float64, torch.float32]
+    totals = sum_over_processes(mine, [table, scalars, unused], dtypes, torch.device("cpu"))
     assert totals[0].to_dense().tolist() == [[0, 0], [3, 4], [0, 0], [0, 0], [6, 8]]
     assert totals[0].dtype == torch.float32, "sums are wide"
     assert totals[1].to_dense().tolist() == [[0, 7, 0], [0, 0, 0], [0, 0, 8]]
