@@ -15,7 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import nccl
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import lightning_dpx as dpx
 from lightning_dpx.devices import (
     OffloadedTensor,
     allocated_and_peak,
@@ -30,6 +32,7 @@ from lightning_dpx.devices import (
 )
 from lightning_dpx.reducers import ProcessReducer, make_reducer, processes
 from lightning_dpx.replicas.buffer_sync import BufferSync
+from lightning_dpx.replicas.draws import DrawWatch
 from lightning_dpx.replicas.hidden_tensors import HiddenTensors
 from lightning_dpx.replicas.parameter_copies import SMALL, ParameterCopies
 from lightning_dpx.replicas.parameter_sync import ParameterSync
@@ -258,6 +261,50 @@ def test_parameters_arrive_on_the_host_after_a_busy_device_has_written_them(devi
             source.fill_(3)
     ParameterCopies(sources, targets).copy()
     assert all(target.eq(3).all() for target in targets)
+
+
+@pytest.mark.parametrize("device", ["sim:0", pytest.param("cuda:0", marks=needs_gpu)])
+def test_draws_from_the_generator_of_a_device_that_replicas_share_are_noticed(device: str) -> None:
+    if SIMULATED and device == "sim:0":
+        pytest.skip(SIMULATED)
+    watch, rows = DrawWatch(nn.Identity()), torch.ones(100, device=device)
+    seen = watch.now([rows.device])
+    rows.square().sum()
+    assert not watch.has_drawn(seen)
+    dropped = nn.functional.dropout(rows)
+    assert watch.has_drawn(seen)
+    seen.put_back()
+    assert not watch.has_drawn(seen)
+    assert torch.equal(nn.functional.dropout(rows), dropped)
+
+
+@pytest.mark.filterwarnings("ignore:.*draws random numbers from a generator")
+@pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=needs_gpu)])
+def test_replicas_in_threads_on_one_device_drop_out_and_recompute_the_same(device: str) -> None:
+    class Block(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(super().forward(rows))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(16, 16) for _ in range(4))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                rows = checkpoint(block, rows, use_reentrant=False)
+            return rows
+
+    found = []
+    for execution in ("inline", "threads"):
+        torch.manual_seed(0)
+        group = dpx.ReplicaGroup(Net().to(device), [device] * 2, execution=execution)
+        for _ in range(3):
+            group.forward(torch.ones(8, 16), is_train=True)
+            group.backward(torch.ones(8, 16))
+        found.append([parameter.grad.clone() for parameter in group.replicas[0].module.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_devices_are_grouped_by_who_reaches_whom(monkeypatch: Any) -> None:
