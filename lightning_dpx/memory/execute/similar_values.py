@@ -71,6 +71,7 @@ class SimilarValues:
         self.given: Collection[int] = ()
         self._classes = {path: type(part) for path, part in module.named_modules()}
         self._trusted = {entry.operator for entry in decided.values() if entry.is_dropped}
+        self._operators = {entry.operator for entry in decided.values()}
         self._similar: dict[_Place, list[str]] = {}
         self._last: dict[str, tuple[int, int]] = {}  # call of a module and number in it, by path
         for name in decided:
@@ -114,7 +115,10 @@ class SimilarValues:
         planned = self._decided.get(value.name)
         if planned is None or not (planned.operator and value.operator):
             return False
-        return value.operator != planned.operator and value.operator not in self._trusted
+        if value.operator == planned.operator or value.operator in self._trusted:
+            return False
+        # One that the plan knows nowhere is another device's for the same: its plan was made elsewhere.
+        return value.operator in self._operators
 
     def drop(self, value: Value) -> bool:
         """Whether ``value``, which the plan does not drop, is dropped if a recipe for it is known."""
