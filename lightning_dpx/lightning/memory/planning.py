@@ -239,8 +239,9 @@ class MemoryPlanning:
     def _most_rows(self, step: StepToPlan, static: StaticMemory) -> dict[torch.device, int]:
         """By a replica's device, how many rows of this step are run without a plan, where all exceed the budget."""
         most = dict[torch.device, int]()
-        # Processes that meet in a step run as many rows as each other.
-        if not step.is_of_one_process:
+        # Processes that meet in a step run as many rows as each other. And where nothing is known, it is not asked what
+        # there is room for: a budget without any is refused once it is known that the step has a backward.
+        if not (step.is_of_one_process and self.rows_that_fit.knows_any):
             return most
         for home, here in by_device(step.slices).items():
             if home not in step.replicas.devices:

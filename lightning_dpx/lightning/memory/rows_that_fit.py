@@ -46,6 +46,11 @@ class RowsThatFit:
         self._known: dict[torch.device, _KnownStep] = {}
         self._is_off = False
 
+    @property
+    def knows_any(self) -> bool:
+        """Whether any step was profiled."""
+        return bool(self._known)
+
     def note(self, batch_slice: BatchSlice, profile: Profile) -> None:
         """A step on that slice was profiled."""
         rows = batch_slice.num_rows
