@@ -31,7 +31,7 @@ def test_a_plan_is_tightened_when_somebody_else_takes_the_room(execution: str) -
 def test_no_plan_helps_where_the_rest_is_too_large() -> None:
     too_large = r"what is there beside activations|cannot be met|Not even 64 of 256 rows fit on sim:0"
     with pytest.raises(dpx.PlanError, match=too_large):
-        fit("820KiB", 1, "forward", "inline", on_oom="replan")
+        fit("700KiB", 1, "forward", "inline", on_oom="replan")
 
 
 class KeepsAll(Planner):
