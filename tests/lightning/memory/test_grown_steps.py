@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_dpx as dpx
 from tests.conftest import SIMULATED, make_trainer
+from tests.lightning.memory.test_profiling import Peaks
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED), reason=SIMULATED)
 ROWS = 64
@@ -30,22 +31,6 @@ class Chosen(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Peaks(Callback):
-    """Bytes at a time on the first simulated device, step by step."""
-
-    def __init__(self, sim: Any) -> None:
-        self._sim = sim
-        self.found: list[int] = []
-        self.state: dict[str, torch.Tensor] = {}
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._sim.reset_peak_memory_stats(0)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.found.append(self._sim.max_memory_allocated(0))
-        self.state = {name: value.cpu() for name, value in module.state_dict().items()}
 
 
 def fitted(sim: Any, shares: list[float], budget: int | None = None) -> Peaks:
