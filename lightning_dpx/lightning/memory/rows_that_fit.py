@@ -80,6 +80,9 @@ class RowsThatFit:
         growth = 1.0
         if known.num_bytes:
             growth = bytes_of_tensors(batch_slice.batch) / rows / (known.num_bytes / known.rows)
+        # A batch without tensors, such as a loader that the step itself asks, does not tell what is in it.
+        if not growth:
+            return None
         # Longer rows may take more than in proportion, as attention does.
         each = known.peak / known.rows * max(growth, growth * growth)
         most = int(room / each)
@@ -91,9 +94,11 @@ class RowsThatFit:
     def in_proportion(self, batch_slice: BatchSlice) -> Profile | None:
         """The step on a slice that is a little larger than a known one, and that cannot be cut; ``None`` for others."""
         known = self._known.get(batch_slice.replica.device)
-        if known is None or not known.num_bytes:
+        num_bytes = bytes_of_tensors(batch_slice.batch)
+        # Without tensors a batch does not tell how much larger it is.
+        if known is None or not (known.num_bytes and num_bytes):
             return None
-        growth = max(1.0, bytes_of_tensors(batch_slice.batch) / known.num_bytes)
+        growth = max(1.0, num_bytes / known.num_bytes)
         if growth > _IN_PROPORTION:
             return None
         return replace(scaled(known.profile, growth), scale=known.profile.scale)

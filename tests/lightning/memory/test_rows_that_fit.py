@@ -71,3 +71,11 @@ def test_what_cannot_be_cut_is_taken_in_proportion_unless_it_is_much_larger() ->
     assert found.peak == 2000
     assert found.scale == PROFILE.scale
     assert rows.in_proportion(of_size(40)) is None
+
+
+def test_of_a_batch_without_tensors_nothing_is_known() -> None:
+    rows = RowsThatFit()
+    rows.note(of_size(16), PROFILE)
+    fetched = BatchSlice(REPLICA, 40, iter("a"))
+    assert rows.of(fetched, 2400) is None
+    assert rows.in_proportion(fetched) is None
