@@ -70,13 +70,12 @@ class PythonState:
         self._hidden = _NOTHING_HIDDEN  # of the step that is under way, where it may run again
         # On one device the other replicas can use tensors as they are.
         several_devices = any(replica.device != self._root.device for replica in self._others)
-        self._containers = SharedContainers(
-            self._counterparts.is_boundary, self._root.device if several_devices else None
-        )
+        self._iterators = IteratorsOfStep(self._root.device)
+        home = self._root.device if several_devices else None
+        self._containers = SharedContainers(self._counterparts.is_boundary, home, self._iterators.were_asked)
         # Between share() and collect(); what hooks do to shared containers is no step's.
         self._begun = False
         self.unseen: UnseenChanges = UnseenChanges(self._root.module)
-        self._iterators = IteratorsOfStep(self._root.device)
         self._modules = {replica.index: self._looked_after.of(replica) for replica in replicas}
         self._seen = SeenAttributes(self._modules[0], private)
         there = partial(self._counterparts.there, lazily=True)

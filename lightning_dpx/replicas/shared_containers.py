@@ -5,9 +5,9 @@ for items of every slice, and to be put back where a step runs again.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from lightning_dpx.python_objects.object_graph import (
     pairs_of,
     size_of,
 )
+from lightning_dpx.python_objects.own_attributes import own_attributes
 
 Attribute = tuple[int, str]  # the number of a submodule, and a name
 
@@ -36,17 +37,24 @@ class SharedContainers:
     Args:
         is_boundary: Tells what is shared whatever it holds, and is not looked into.
         home: The first replica's device, if others are on other devices.
+        was_asked: Tells whether the step that is under way, or was the last, has taken an item of an iterator.
 
     Attributes:
         home: As given.
     """
 
-    def __init__(self, is_boundary: Callable[[Any], bool], home: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        is_boundary: Callable[[Any], bool],
+        home: torch.device | None = None,
+        was_asked: Callable[[Any], bool] = lambda iterator: False,
+    ) -> None:
         self._is_boundary = is_boundary
+        self._was_asked = was_asked
         self.home: torch.device | None = home
         self._watched: dict[Attribute, list[tuple[Any, Any]]] = {}
         self._contents: dict[Attribute, list[Any]] = {}  # copies of what these hold, where that is little
-        self._of_iterators: dict[Attribute, set[int]] = {}  # ids of those that nothing else leads to
+        self._of_iterators: dict[Attribute, _OfIterators] = {}
 
     def watch(self, attribute: Attribute, value: Any) -> None:
         """Notes the containers behind ``value``, as they are now."""
@@ -64,7 +72,7 @@ class SharedContainers:
             self._watched[attribute] = [(held, _mark(held)) for held in watched]
             self._contents[attribute] = list(map(_content_of, watched))
             of_iterators = self._of_iterators_alone(graph, value)
-            if of_iterators:
+            if of_iterators.ids:
                 self._of_iterators[attribute] = of_iterators
 
     def forget(self, attribute: Attribute) -> None:
@@ -93,9 +101,10 @@ class SharedContainers:
     def grown(self) -> Iterator[Attribute]:
         """The attributes behind which a container has another number of items."""
         for attribute, entries in self._watched.items():
-            of_iterators = self._of_iterators.get(attribute)
-            if of_iterators:
-                entries = [entry for entry in entries if id(entry[0]) not in of_iterators]
+            # A call less in each step, of most modules.
+            if attribute in self._of_iterators:
+                left = self._left_to_iterators(attribute)
+                entries = [entry for entry in entries if id(entry[0]) not in left]
             if any(map(_has_grown, entries)):
                 yield attribute
 
@@ -119,18 +128,38 @@ class SharedContainers:
         set: with that list put back it came to an end.
         """
         for attribute, entries in self._watched.items():
-            of_iterators = self._of_iterators.get(attribute, ())
+            left = self._left_to_iterators(attribute)
             for (container, mark), content in zip(entries, self._contents[attribute], strict=True):
-                if id(container) not in of_iterators:
+                if id(container) not in left:
                     yield container, mark, content
 
-    def _of_iterators_alone(self, graph: ObjectGraph, value: Any) -> set[int]:
-        """The ids of what is behind ``value``, and behind iterators only."""
+    def _left_to_iterators(self, attribute: Attribute) -> Collection[int]:
+        """The ids of containers of iterators, which have changed with what those have given."""
+        of_iterators = self._of_iterators.get(attribute)
+        if of_iterators is None:
+            return ()
+        for iterator in of_iterators.outermost:
+            # Steps write to what an iterator of the user's own class holds, too, as to a list of notes beside its
+            # items: that is the iterator's doing only where it was asked for one.
+            if own_attributes(iterator) is None or self._was_asked(iterator):
+                return of_iterators.ids
+        return ()
+
+    def _of_iterators_alone(self, graph: ObjectGraph, value: Any) -> "_OfIterators":
+        """What is behind ``value``, and behind iterators only."""
+        outermost: list[Any] = []
         if not any(isinstance(held, Iterator) for held in graph.objects.values()):
-            return set()
-        beside = ObjectGraph(is_tensor_or_module, lambda held: isinstance(held, Iterator) or self._is_boundary(held))
+            return _OfIterators(outermost, set())
+
+        def is_end(held: Any) -> bool:
+            if isinstance(held, Iterator):
+                outermost.append(held)
+                return True
+            return self._is_boundary(held)
+
+        beside = ObjectGraph(is_tensor_or_module, is_end)
         beside.walk([value])
-        return graph.objects.keys() - beside.objects.keys()
+        return _OfIterators(outermost, graph.objects.keys() - beside.objects.keys())
 
     def bring_home(self) -> None:
         """Tensors that replicas on other devices have put into them are moved to the first one's."""
@@ -148,6 +177,18 @@ class SharedContainers:
         graph = ObjectGraph(is_tensor_or_module, self._is_boundary)
         graph.walk([value])
         return graph
+
+
+class _OfIterators(NamedTuple):
+    """Containers that nothing but iterators leads to.
+
+    Attributes:
+        outermost: Those iterators, but for what is in others.
+        ids: Of the containers.
+    """
+
+    outermost: list[Any]
+    ids: set[int]
 
 
 def _mark(container: Any) -> Any:

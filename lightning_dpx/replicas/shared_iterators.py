@@ -226,6 +226,7 @@ class IteratorsOfStep:
         self._home = home
         self._held: dict[tuple[int, str], None] = {}  # attributes that are, or hold, iterators; in order
         self._shared: list[SharedIterator] = []
+        self._asked: list[Iterator[Any]] = []  # those that the last step has taken items of
         self._exchanged: list[tuple[Any, Any, Any, SharedIterator]] = []  # namespace, key, what was there and is now
         self._again: dict[int, tuple[Any, list[Taken]]] = {}  # by id of an iterator: taken by a step that never was
         self._of_code: list[Place] = []
@@ -240,6 +241,12 @@ class IteratorsOfStep:
     def has_left(self) -> bool:
         """Whether a step has taken items in vain, which are still to be given."""
         return bool(self._again)
+
+    def were_asked(self, iterator: Any) -> bool:
+        """Whether the step that is under way, or was the last, has taken an item of ``iterator``."""
+        wanted = _unwrapped(iterator)
+        under_way = (vars(shared)["_iterator"] for shared in self._shared if vars(shared)["_places"])
+        return any(one is wanted for one in chain(under_way, self._asked))
 
     def include_code_of(self, module: nn.Module) -> None:
         """Includes iterators of the module's classes, and of globals, from the next step on.
@@ -266,6 +273,7 @@ class IteratorsOfStep:
             modules: By replica, its submodules in one order.
         """
         self.end()
+        self._asked.clear()
         empty = set[int]()  # ids of values in which there is none
         for index, name in self._held:
             places_by_replica: list[list[Place]] = []
@@ -322,6 +330,8 @@ class IteratorsOfStep:
                 _write_to_space(space, key, before)
         for shared in self._shared:
             state = vars(shared)
+            if state["_places"]:
+                self._asked.append(state["_iterator"])
             # What no replica has taken, of what the step before had taken in vain, is still to be
             # given.
             used = 0 if undone else max(state["_places"].values(), default=0)

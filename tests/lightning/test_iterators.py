@@ -280,3 +280,40 @@ def test_a_cycle_goes_on_where_a_batch_runs_again(options: dict[str, Any]) -> No
         found.append({**model.state_dict(), "steps": torch.tensor(trainer.global_step)})
         assert model.noted == [2.0]
     assert_equal(found[1], found[0])
+
+
+class Lines:
+    """An iterator of the user's, with a list of what was wrong."""
+
+    def __init__(self) -> None:
+        self.complaints: list[int] = []
+
+    def __iter__(self) -> "Lines":
+        return self
+
+    def __next__(self) -> str:
+        raise StopIteration
+
+
+class Complains(LightningModule):
+    """Leaves a note with an iterator that it takes nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.lines = Lines()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == 2:
+            self.lines.complaints.append(batch_idx)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_a_step_leaves_with_an_iterator_is_there_once() -> None:
+    model = Complains()
+    with pytest.warns(UserWarning, match=r"It writes self\.lines in this batch"):
+        make_trainer(max_epochs=1, strategy=dpx.DPXStrategy(execution="inline"), devices=2).fit(model, make_loader())
+    assert model.lines.complaints == [2]

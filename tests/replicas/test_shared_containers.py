@@ -130,3 +130,35 @@ def test_what_an_iterator_keeps_is_left_to_it() -> None:
     containers.put_back()
     assert listed == [1, 2, 3]
     assert list(itertools.islice(value["weights"], 5)) == [2, 3, 1, 2, 3]
+
+
+class Reading:
+    """An iterator of the user's, beside whose items a step takes notes."""
+
+    def __init__(self) -> None:
+        self.items = itertools.count()
+        self.given: list[int] = []
+        self.notes: list[str] = []
+
+    def __iter__(self) -> "Reading":
+        return self
+
+    def __next__(self) -> int:
+        self.given.append(next(self.items))
+        return self.given[-1]
+
+
+def test_what_a_step_writes_to_an_iterator_of_the_users_is_the_iterators_only_where_it_was_asked() -> None:
+    asked: list[Any] = []
+    containers = SharedContainers(lambda _: False, was_asked=lambda iterator: iterator in asked)
+    reading = Reading()
+    containers.watch(HELD, reading)
+    reading.notes.append("a step's")
+    assert list(containers.grown()) == [HELD]
+    containers.put_back()
+    assert reading.notes == []
+    asked.append(reading)
+    next(reading)
+    assert list(containers.grown()) == []
+    containers.put_back()
+    assert reading.given == [0]
