@@ -136,3 +136,12 @@ def test_only_what_counts_is_looked_at() -> None:
 def test_one_number_for_a_batch_is_no_tensor_of_rows() -> None:
     values = {"a": torch.tensor(1.0), "b": torch.ones(1), "c": 2.0, "d": 3, "e": torch.tensor(4), "f": "text"}
     assert single_numbers(values.items()).keys() == {"a", "c"}
+
+
+@pytest.mark.usefixtures("sim")
+def test_a_replica_may_give_what_is_on_another_ones_device() -> None:
+    """As a global is, which a step logs: one sum of both would be an error of torch."""
+    given = {"loss": torch.ones((), device="sim:1"), "logged": torch.ones((), device="sim:0")}
+    assert not follow_lost_numbers(slices_of(None, None), {0: given, 1: given}, MergeRules())
+    lost = {"loss": torch.ones((), device="sim:1"), "logged": torch.tensor(float("nan"), device="sim:0")}
+    assert follow_lost_numbers(slices_of(None, None), {0: given, 1: lost}, MergeRules()) == ["logged"]
