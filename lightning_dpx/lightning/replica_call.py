@@ -21,6 +21,7 @@ from lightning_dpx.lightning.lost_numbers import (
     single_numbers,
 )
 from lightning_dpx.lightning.metrics.made_metrics import ADVICE, MetricsAppear, why_whole
+from lightning_dpx.lightning.open_losses import OpenLossError, sum_of_several_losses
 from lightning_dpx.lightning.own_backwards import BACKWARDS_ASK, RUNNING, BackwardWatch, may_drop_gradients
 from lightning_dpx.lightning.rehearsal.outcome import in_one_line
 from lightning_dpx.lightning.slice_errors import SliceStepError, SomeStopError, may_be_of_slices
@@ -229,12 +230,18 @@ class ReplicaCall:
 
         Raises:
             LostNumbersError: the step is to run again.
+            OpenLossError: likewise.
         """
         values: dict[int, dict[str, Any]] = self._numbers or {}
         for index, log in self._logs.items():
             logged = single_numbers((path_of(key), value) for key, (value, _) in log.entries.items())
             values[index] = {**values.get(index, {}), **logged}
         names = follow_lost_numbers(slices, values, rules)
+        # Processes have agreed on what the loss is, and run again together only.
+        if rules.loss_is_open and not names and not self._session.has_processes and beginning.can_begin_again():
+            total = sum_of_several_losses(values)
+            if total is not None:
+                raise OpenLossError(total, rules)
         if names and beginning.can_begin_again():
             raise LostNumbersError(names, rules)
         if names:
