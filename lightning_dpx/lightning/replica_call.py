@@ -238,7 +238,7 @@ class ReplicaCall:
             values[index] = {**values.get(index, {}), **logged}
         names = follow_lost_numbers(slices, values, rules)
         # Processes have agreed on what the loss is, and run again together only.
-        if rules.loss_is_open and not names and not self._session.has_processes and beginning.can_begin_again():
+        if rules.loss_is_open and not names and not self._session.spans_processes and beginning.can_begin_again():
             total = sum_of_several_losses(values)
             if total is not None:
                 raise OpenLossError(total, rules)
