@@ -34,9 +34,11 @@ class GrownSteps:
             decided: What was decided for its device.
         """
         sizes = {decision.name: decision.num_bytes for decision in decided.plans[0].decisions}
-        for value in decided.worst_step(0).profiles[0].values:
-            if value.name in sizes:
-                sizes[value.name] = value.num_bytes
+        # The profile of a device knows nothing of how large a value on another one is.
+        for profile in decided.worst_step(0).profiles:
+            for value in profile.values:
+                if value.name in sizes:
+                    sizes[value.name] = max(sizes[value.name], value.num_bytes)
         applied.expect_sizes(sizes)
 
     def to_plan(self, replicas: ReplicaSet, devices: DevicePlans) -> dict[torch.device, SeenStep]:
