@@ -99,6 +99,11 @@ class RowsThatFit:
         if known is None or not (known.num_bytes and num_bytes):
             return None
         growth = max(1.0, num_bytes / known.num_bytes)
+        rows = max(1, batch_slice.num_rows)
+        # Fewer rows that are longer may take more than in proportion, as attention does. What has no rows that could
+        # be told apart counts as one, of any size.
+        if max(rows, known.rows) > 1:
+            growth *= max(1.0, (num_bytes / rows) / (known.num_bytes / known.rows))
         if growth > _IN_PROPORTION:
             return None
         return replace(scaled(known.profile, growth), scale=known.profile.scale)

@@ -71,6 +71,7 @@ def test_what_cannot_be_cut_is_taken_in_proportion_unless_it_is_much_larger() ->
     assert found.peak == 2000
     assert found.scale == PROFILE.scale
     assert rows.in_proportion(of_size(40)) is None
+    assert rows.in_proportion(of_size(8, 8)) is None, "as many numbers, of rows that are twice as long"
 
 
 def test_of_a_batch_without_tensors_nothing_is_known() -> None:
