@@ -85,7 +85,7 @@ class GradientSums:
 
     def follow_replicas(self) -> None:
         """Chooses owners and buckets again, after the replicas or the reducer changed."""
-        parameters = [replica.parameters for replica in self._replicas.primaries]
+        parameters = self.columns
         self._names = [name for name, _ in self._replicas.root.module.named_parameters()]
         owners = list(self._reducer.owners([parameter.numel() for parameter in parameters[0]]))
         if self.memory_of_first:

@@ -237,15 +237,16 @@ class ReplicaCall:
             logged = single_numbers((path_of(key), value) for key, (value, _) in log.entries.items())
             values[index] = {**values.get(index, {}), **logged}
         names = follow_lost_numbers(slices, values, rules)
+        if names:
+            if beginning.can_begin_again():
+                raise LostNumbersError(names, rules)
+            give_whole_after_lost(self._session, self._name, names)
+            return
         # Processes have agreed on what the loss is, and run again together only.
-        if rules.loss_is_open and not names and not self._session.spans_processes and beginning.can_begin_again():
+        if rules.loss_is_open and not self._session.spans_processes and beginning.can_begin_again():
             total = sum_of_several_losses(values)
             if total is not None:
                 raise OpenLossError(total, rules)
-        if names and beginning.can_begin_again():
-            raise LostNumbersError(names, rules)
-        if names:
-            give_whole_after_lost(self._session, self._name, names)
 
     def _take_back(self, error: GatherError, beginning: StepBeginning | None) -> None:
         """The step may run again, on the whole batch, and must not count twice."""

@@ -409,16 +409,21 @@ class WeighsByDraws(Classifier):
         return (F.cross_entropy(logits, done, reduction="none") * weights).mean()
 
 
+def assert_loss_is_told(module: Any, options: dict[str, Any]) -> None:
+    """A check says that its loss is not that of one device; with so many devices and micro-batches."""
+    seed_everything(11, verbose=False)
+    strategy = DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
+    trainer = make_trainer(strategy=strategy, devices=options["devices"])
+    with pytest.warns(UserWarning, match="the loss is .* on one device"):
+        trainer.fit(module, make_loader(53), make_loader(53))
+
+
 @pytest.mark.parametrize("kind", ["kept rows", "masked items", "rewards of the batch", "weights over the batch"])
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
 def test_a_mean_over_what_rows_draw_is_told(kind: str, options: dict[str, Any]) -> None:
     """Where all rows draw alike, it is a mean over rows; each row of the run draws its own."""
-    seed_everything(11, verbose=False)
-    strategy = DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
     # Of a few rows none may be left out by chance: the batches that are looked at later draw other numbers.
-    trainer = make_trainer(strategy=strategy, devices=options["devices"])
-    with pytest.warns(UserWarning, match="the loss is .* on one device"):
-        trainer.fit(WeighsByDraws(kind), make_loader(53), make_loader(53))
+    assert_loss_is_told(WeighsByDraws(kind), options)
 
 
 def test_what_a_row_draws_for_itself_alone_is_as_on_one_device(caplog: pytest.LogCaptureFixture) -> None:
@@ -499,11 +504,7 @@ class MasksTokens(Classifier):
 @pytest.mark.parametrize("kind", ["flattened", "time first"])
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "micro_batches": 3}], ids=str)
 def test_a_mean_over_what_tokens_draw_is_told(kind: str, options: dict[str, Any]) -> None:
-    seed_everything(11, verbose=False)
-    strategy = DPXStrategy(execution="inline", micro_batches=options.get("micro_batches", 1))
-    trainer = make_trainer(strategy=strategy, devices=options["devices"])
-    with pytest.warns(UserWarning, match="the loss is .* on one device"):
-        trainer.fit(MasksTokens(kind), make_loader(53), make_loader(53))
+    assert_loss_is_told(MasksTokens(kind), options)
 
 
 @pytest.mark.parametrize(

@@ -105,15 +105,15 @@ class MicroBatchChooser:
         # The choice is among numbers for whole slices, and these are parts of an earlier choice.
         if replicas.cuts_slices:
             step = StepInput(self.slices_in_one_piece(step.args[0]), step.args, step.kwargs)
-        present = replicas.partition.numbers(training=True)
+        present = list(replicas.partition.numbers(training=True))
         numbers = list(map(max, self._profiled_numbers(step), present))
-        if numbers != list(present):
+        if numbers != present:
             why_whole = replicas.why_no_micro_batches()
             if why_whole:
                 self._choices.clear()
                 self.stay_whole(why_whole)
-                numbers = list(present)
-        is_cut = numbers != list(present) and session.cut_slices(numbers)
+                numbers = present
+        is_cut = numbers != present and session.cut_slices(numbers)
         # The plan that follows needs these very profiles; without them every
         # step would run once more.
         planning.micro_batches.profiles = self._profiles

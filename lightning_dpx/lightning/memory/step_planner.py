@@ -1,7 +1,9 @@
 """Plans memory for the step that a session is about to take: on a shadow, before the step allocates anything."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_dpx.devices import is_host
 from lightning_dpx.errors import BudgetError
@@ -13,7 +15,7 @@ from lightning_dpx.lightning.memory.freed_gradients import FreedGradients
 from lightning_dpx.lightning.memory.micro_batch_choice import MicroBatchChooser
 from lightning_dpx.lightning.memory.peak_check import is_worth_telling
 from lightning_dpx.lightning.memory.planning import MemoryPlanning
-from lightning_dpx.lightning.memory.profiled_steps import StepToPlan
+from lightning_dpx.lightning.memory.profiled_steps import SeenStep, StepToPlan
 from lightning_dpx.lightning.memory.room_check import RoomCheck
 from lightning_dpx.lightning.memory.shadow_run import ShadowRun, StepInput
 from lightning_dpx.lightning.memory.static_of_steps import StaticOfSteps
@@ -138,39 +140,47 @@ class StepPlanner:
     def _plan_joint_calls(self, slices: Sequence[BatchSlice]) -> None:
         """Plans for steps that have called more together than any that was profiled, once they were seen."""
         planning = self._planning
-        replicas = self._session.replicas
-        seen = planning.joint_calls.to_plan(replicas, slices, planning.rooms.option())
-        if not seen:
-            return
-        with planning.plans_taken_off(replicas):
-            try:
-                planning.plan(replicas, slices, self._static.of(slices), seen)
-            except BudgetError as error:
-                # Before the plans of before are put on again: no calls are counted for them any more.
-                planning.joint_calls.stop(seen)
-                rank_zero_warn(
-                    "dpx: no plan keeps a step that calls as much of the module together within "
-                    f"{planning.rooms.option()}: {error} Such a step exceeds it."
-                )
+        seen = planning.joint_calls.to_plan(self._session.replicas, slices, planning.rooms.option())
+        what = "no plan keeps a step that calls as much of the module together"
+        # Before the plans of before are put on again: no calls are counted for them any more.
+        self._plan_seen(slices, seen, what, planning.joint_calls.stop)
 
     def _plan_grown(self, slices: Sequence[BatchSlice]) -> None:
         """Plans for steps that have saved more than any that was profiled, once they were seen."""
         planning = self._planning
+        seen = planning.grown.to_plan(self._session.replicas, planning.devices)
+        reason = "; steps save more than the profiled one, and may save more still"
+        what = "steps save more than the profiled one, and no plan keeps them"
+        # As much is dropped as before, and the same would be found after every step.
+        self._plan_seen(slices, seen, what, planning.grown.stop, reason)
+
+    def _plan_seen(
+        self,
+        slices: Sequence[BatchSlice],
+        seen: Mapping[torch.device, SeenStep],
+        what: str,
+        stop: Callable[[Iterable[torch.device]], None],
+        reason: str = "",
+    ) -> None:
+        """Plans for steps that only a run has shown; where no plan is within the budget, it says so and goes on.
+
+        Args:
+            slices: Of the step that comes.
+            seen: By a replica's device, what was seen; perhaps nothing.
+            what: Is not possible then, in words.
+            stop: Has such steps not looked for any more.
+            reason: Why there is another plan, for its announcement.
+        """
+        planning = self._planning
         replicas = self._session.replicas
-        seen = planning.grown.to_plan(replicas, planning.devices)
         if not seen:
             return
         with planning.plans_taken_off(replicas):
             try:
-                reason = "; steps save more than the profiled one, and may save more still"
                 planning.plan(replicas, slices, self._static.of(slices), seen, reason)
             except BudgetError as error:
-                # As much is dropped as before, and the same would be found after every step.
-                planning.grown.stop(seen)
-                rank_zero_warn(
-                    "dpx: steps save more than the profiled one, and no plan keeps them within "
-                    f"{planning.rooms.option()}: {error} Such a step exceeds it."
-                )
+                stop(seen)
+                rank_zero_warn(f"dpx: {what} within {planning.rooms.option()}: {error} Such a step exceeds it.")
 
     def tell_of_update(self, slices: Sequence[BatchSlice]) -> None:
         """Says once where a step of an optimizer takes the host beyond its budget: there nothing measures it later.
